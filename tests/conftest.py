@@ -543,6 +543,14 @@ def workshop(tmp_path: Path, device: str, request: pytest.FixtureRequest) -> Ite
         assert threads() <= before, "threads are left"
 
 
+@pytest.fixture
+def pair(workshop: Workshop, tier: str) -> Iterator[Pair]:
+    """A plain stack and its prepared copy, on each tier in turn."""
+    pair = workshop.pair(tier=tier)
+    yield pair
+    vars(pair).clear()  # pytest keeps what it gave until all fixtures are over
+
+
 def threads() -> set[str]:
     return {f"{thread.name}-{thread.ident}" for thread in threading.enumerate() if "outsize" in thread.name}
 

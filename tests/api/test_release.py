@@ -24,9 +24,8 @@ def assert_plain(pair: Pair, workshop: Workshop) -> None:
 
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_a_released_model_and_its_optimizer_go_on_as_in_torch(
-    workshop: Workshop, tier: str, clip: float | None
+    workshop: Workshop, pair: Pair, clip: float | None
 ) -> None:
-    pair = workshop.pair(tier=tier)
     pair.train(batches(3), clip=clip)
     before = list(pair.model.parameters())
     for model, _ in pair.both:
@@ -37,8 +36,7 @@ def test_a_released_model_and_its_optimizer_go_on_as_in_torch(
     pair.train(batches(3), clip=clip)
 
 
-def test_a_released_model_is_changed_and_prepared_again(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_a_released_model_is_changed_and_prepared_again(workshop: Workshop, pair: Pair, tier: str) -> None:
     pair.train(batches(2))
     outsize.release(pair.model)
     for model, _ in pair.both:
@@ -137,8 +135,7 @@ def test_a_release_where_values_are_in_use_is_refused(workshop: Workshop) -> Non
     pair.train(batches(1))
 
 
-def test_a_graph_that_outlives_a_release_takes_no_gradients(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_a_graph_that_outlives_a_release_takes_no_gradients(workshop: Workshop, pair: Pair, tier: str) -> None:
     loss = squared_error(pair.model, batches(1)[0])  # as a loop's variable, which keeps the graph
     outsize.release(pair.model)
     with pytest.raises(RuntimeError, match="between the forward and this backward|modified by an inplace"):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import outsize
-from tests.conftest import Stack, Workshop, assert_same, batches, exact_masters, squared_error, weights
+from tests.conftest import Pair, Stack, Workshop, assert_same, batches, exact_masters, squared_error, weights
 
 OVERFLOWS = (2, 5)
 
@@ -36,8 +36,7 @@ def train_scaled(
 
 
 @pytest.mark.parametrize("clip", [True, False])
-def test_the_scaler_grows_backs_off_and_skips_as_in_torch(workshop: Workshop, tier: str, clip: bool) -> None:
-    pair = workshop.pair(tier=tier)
+def test_the_scaler_grows_backs_off_and_skips_as_in_torch(pair: Pair, clip: bool) -> None:
     expected_losses, expected_scales = train_scaled(pair.plain, pair.plain_optimizer, batches(8), clip)
     losses, scales = train_scaled(pair.model, pair.optimizer, batches(8), clip)
     assert scales == expected_scales
@@ -137,8 +136,7 @@ def test_what_is_not_finite_leaves_weights_and_moments_untouched(workshop: Works
         assert all(torch.equal(torch.as_tensor(v), torch.as_tensor(before[1][index][k])) for k, v in entry.items())
 
 
-def test_a_scaler_tells_of_skipped_steps_of_fp32_parameters_too(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_a_scaler_tells_of_skipped_steps_of_fp32_parameters_too(pair: Pair) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for factor in (1.0, float("inf"), 1.0):
         scaler.scale(squared_error(pair.model, batches(1)[0]) * factor).backward()

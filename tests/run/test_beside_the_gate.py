@@ -26,6 +26,7 @@ from outsize.run.grads import RestingGrad
 from tests.conftest import (
     AT_REST_TIERS,
     Block,
+    Pair,
     Product,
     Stack,
     Workshop,
@@ -410,15 +411,13 @@ def test_vmap_over_a_parameter_at_rest_says_what_to_do(workshop: Workshop) -> No
         torch.vmap(lambda row: row.sum())(pair.model.head.weight)
 
 
-def test_a_parameter_cannot_be_swapped_with_another_tensor(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_a_parameter_cannot_be_swapped_with_another_tensor(pair: Pair) -> None:
     with pytest.raises(RuntimeError, match=r"'head.bias' is managed by outsize, so it cannot be swapped"):
         torch.utils.swap_tensors(pair.model.head.bias, nn.Parameter(torch.ones(4)))
     pair.train(batches(2))
 
 
-def test_a_hook_on_several_gradients_needs_no_values_and_runs(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_a_hook_on_several_gradients_needs_no_values_and_runs(pair: Pair) -> None:
     called = []
     for model, _ in pair.both:
         params = [model.head.weight, model.blocks[0].up.bias]
@@ -428,8 +427,7 @@ def test_a_hook_on_several_gradients_needs_no_values_and_runs(workshop: Workshop
     assert called == [2, 2]
 
 
-def test_a_view_of_a_parameter_is_one_node_of_the_graph(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_a_view_of_a_parameter_is_one_node_of_the_graph(pair: Pair) -> None:
     names = []
     for model, _ in pair.both:
         with outsize.gathered(model) if model is pair.model else torch.enable_grad():
@@ -437,8 +435,7 @@ def test_a_view_of_a_parameter_is_one_node_of_the_graph(workshop: Workshop, tier
     assert names[0] == names[1]
 
 
-def test_a_backward_may_begin_at_a_view_of_a_parameter(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_a_backward_may_begin_at_a_view_of_a_parameter(pair: Pair) -> None:
     for model, _ in pair.both:
         with outsize.gathered(model) if model is pair.model else torch.enable_grad():
             weight = model.head.weight
@@ -478,8 +475,7 @@ class Tied(nn.Module):
         return x @ (self.own * self.others[0].head.weight).t()
 
 
-def test_each_of_two_models_gets_its_weights_back_for_the_backward(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_each_of_two_models_gets_its_weights_back_for_the_backward(workshop: Workshop, pair: Pair, tier: str) -> None:
     x, y = batches(1)[0]
     grads = []
     for other, _ in pair.both:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import outsize
 from tests.conftest import (
     AT_REST_TIERS,
+    Pair,
     Stack,
     Workshop,
     batches,
@@ -25,8 +26,7 @@ from tests.conftest import (
 
 
 @pytest.mark.parametrize("tier", AT_REST_TIERS)
-def test_a_parameter_read_at_rest_is_named_with_the_remedy(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_a_parameter_read_at_rest_is_named_with_the_remedy(pair: Pair) -> None:
     with pytest.raises(RuntimeError, match=r"parameter 'head\.weight' is at rest .* outsize\.gathered"):
         pair.model.head.weight.sum()
     with pytest.raises(RuntimeError, match="at rest"):
@@ -36,8 +36,7 @@ def test_a_parameter_read_at_rest_is_named_with_the_remedy(workshop: Workshop, t
     pair.train(batches(2))
 
 
-def test_everything_but_the_values_is_readable_at_rest(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_everything_but_the_values_is_readable_at_rest(pair: Pair) -> None:
     mine, theirs = pair.model.head.weight, pair.plain.head.weight
     assert (mine.shape, mine.dtype, mine.device, mine.numel()) == (theirs.shape, theirs.dtype, theirs.device, 64)
     assert mine.requires_grad and mine.is_leaf and mine.grad is None and mine.ndim == 2 and len(mine) == 4
@@ -49,8 +48,7 @@ def test_everything_but_the_values_is_readable_at_rest(workshop: Workshop, tier:
 
 
 @pytest.mark.parametrize("tier", AT_REST_TIERS)
-def test_a_write_outside_gathered_modify_is_refused(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_a_write_outside_gathered_modify_is_refused(pair: Pair) -> None:
     weight = pair.model.head.weight
     with torch.no_grad():
         with pytest.raises(RuntimeError, match=r"'head\.weight' is written in place by 'fill_'"):
@@ -76,8 +74,7 @@ def test_a_parameter_on_the_device_may_be_written_as_any_other(workshop: Worksho
     pair.train(batches(2))
 
 
-def test_replacing_the_data_of_a_parameter_is_refused(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_replacing_the_data_of_a_parameter_is_refused(pair: Pair) -> None:
     with pytest.raises(RuntimeError, match=r"head\.weight\.data cannot be replaced"):
         pair.model.head.weight.data = torch.zeros(4, 16)
     with torch.no_grad(), pytest.raises(RuntimeError, match=r"head\.weight\.data cannot be replaced"):
@@ -85,15 +82,13 @@ def test_replacing_the_data_of_a_parameter_is_refused(workshop: Workshop, tier: 
     pair.train(batches(2))
 
 
-def test_replacing_the_data_is_refused_where_values_may_be_written_too(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_replacing_the_data_is_refused_where_values_may_be_written_too(pair: Pair) -> None:
     with outsize.gathered(pair.model, modify=True), pytest.raises(RuntimeError, match=r"head\.weight\.data cannot be"):
         pair.model.head.weight.data = torch.zeros(4, 16)
     pair.train(batches(2))
 
 
-def test_data_that_is_the_same_memory_is_taken(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_data_that_is_the_same_memory_is_taken(pair: Pair) -> None:
     weight = pair.model.head.weight
     weight.data = weight
     with outsize.gathered(pair.model):
@@ -215,10 +210,7 @@ def test_moves_of_a_part_of_a_prepared_model_are_refused(workshop: Workshop, mov
 
 
 @pytest.mark.parametrize("move", ["meta", "double", "share_memory"])
-def test_moves_of_a_part_or_of_the_whole_that_would_replace_parameters_are_refused(
-    workshop: Workshop, tier: str, move: str
-) -> None:
-    pair = workshop.pair(tier=tier)
+def test_moves_of_a_part_or_of_the_whole_that_would_replace_parameters_are_refused(pair: Pair, move: str) -> None:
     for module in (pair.model.blocks[0], nn.ModuleList([pair.model])):
         before = dict(module.named_parameters())
         with pytest.raises(RuntimeError, match="cannot be moved or cast"):
@@ -227,9 +219,8 @@ def test_moves_of_a_part_or_of_the_whole_that_would_replace_parameters_are_refus
     pair.train(batches(2))
 
 
-def test_moves_of_a_part_or_of_the_whole_that_change_nothing_are_let_through(workshop: Workshop, tier: str) -> None:
+def test_moves_of_a_part_or_of_the_whole_that_change_nothing_are_let_through(pair: Pair) -> None:
     """At rest, and with a gradient: nothing is read."""
-    pair = workshop.pair(tier=tier)
     for module in (pair.model.blocks[0], pair.model.head, nn.ModuleList([pair.model])):
         for _ in range(2):
             assert module.to(torch.float32).to("cpu").float().cpu() is module
@@ -274,18 +265,14 @@ def test_moves_that_change_nothing_are_let_through(workshop: Workshop) -> None:
     assert model.to(torch.zeros(1)) is model
 
 
-def test_a_step_without_gradients_is_refused_and_changes_nothing(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_a_step_without_gradients_is_refused_and_changes_nothing(pair: Pair) -> None:
     with pytest.raises(RuntimeError, match="no parameter has a gradient"):
         pair.optimizer.step()
     pair.train(batches(2))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_step_after_a_loss_that_is_not_finite_is_refused_and_changes_nothing(
-    workshop: Workshop, tier: str, value: float
-) -> None:
-    pair = workshop.pair(tier=tier)
+def test_a_step_after_a_loss_that_is_not_finite_is_refused_and_changes_nothing(pair: Pair, value: float) -> None:
     pair.train(batches(2))
     (squared_error(pair.model, batches(1)[0]) * value).backward()
     with pytest.raises(FloatingPointError, match=r"gradient of 'blocks\.0\..*' is not finite .*Nothing was updated"):
@@ -294,16 +281,14 @@ def test_a_step_after_a_loss_that_is_not_finite_is_refused_and_changes_nothing(
     pair.train(batches(3))
 
 
-def test_one_gradient_that_is_not_finite_is_named(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_one_gradient_that_is_not_finite_is_named(pair: Pair) -> None:
     squared_error(pair.model, batches(1)[0]).backward()
     pair.model.head.bias.grad = torch.tensor([0.0, float("nan"), 0.0, 0.0])
     with pytest.raises(FloatingPointError, match=r"'head\.bias' is not finite \(1 of"):
         pair.optimizer.step()
 
 
-def test_adding_a_group_of_foreign_parameters_is_refused(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_adding_a_group_of_foreign_parameters_is_refused(pair: Pair) -> None:
     with pytest.raises(ValueError, match=r"shape \(1,\) is not in the model.*before prepare"):
         pair.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
     with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import outsize
 from tests.conftest import (
     AT_REST_TIERS,
+    Pair,
     Stack,
     Workshop,
     adamw,
@@ -26,8 +27,7 @@ from tests.conftest import (
 )
 
 
-def test_values_inside_are_those_before_prepare(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_values_inside_are_those_before_prepare(pair: Pair) -> None:
     with outsize.gathered(pair.model):
         for mine, theirs in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
             assert torch.equal(mine, theirs)
@@ -35,8 +35,7 @@ def test_values_inside_are_those_before_prepare(workshop: Workshop, tier: str) -
             assert repr(mine.shape) == repr(theirs.shape)
 
 
-def test_values_inside_are_those_after_the_last_step(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_values_inside_are_those_after_the_last_step(pair: Pair) -> None:
     for model, optimizer in pair.both:
         squared_error(model, batches(1)[0]).backward()
         optimizer.step()
@@ -58,8 +57,7 @@ def test_it_takes_a_module_a_parameter_or_several(workshop: Workshop, what: str)
             assert model.head.weight.sum().isfinite()
 
 
-def test_modifications_are_stored(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_modifications_are_stored(pair: Pair) -> None:
     pair.train(batches(2))
     with torch.no_grad():
         pair.plain.head.weight.fill_(0.25)
@@ -76,8 +74,7 @@ def test_modifications_are_stored(workshop: Workshop, tier: str) -> None:
     pair.train(batches(3))
 
 
-def test_modifications_between_backward_and_step_are_the_base_of_the_step(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_modifications_between_backward_and_step_are_the_base_of_the_step(pair: Pair) -> None:
     for model, optimizer in pair.both:
         squared_error(model, batches(1)[0]).backward()
         if model is pair.model:
@@ -128,8 +125,7 @@ def test_blocks_nest_in_any_way(workshop: Workshop, tier: str) -> None:
     assert torch.equal(weights(model)["head.bias"], torch.full((4,), 2.0))
 
 
-def test_training_inside_a_block_works(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_training_inside_a_block_works(pair: Pair) -> None:
     expected = train(pair.plain, pair.plain_optimizer, batches(2))
     with outsize.gathered(pair.model.blocks[1]):
         train(pair.model, pair.optimizer, batches(2)).close_to(expected)
@@ -205,8 +201,7 @@ def test_a_forward_that_uses_torch_func_runs_inside(workshop: Workshop, activati
     pair.check()
 
 
-def test_a_forward_inside_a_modifying_block_sees_the_changes(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_a_forward_inside_a_modifying_block_sees_the_changes(pair: Pair) -> None:
     x = batches(1)[0][0]
     with torch.no_grad():
         pair.plain.blocks[0].up.weight.mul_(2)
@@ -254,8 +249,7 @@ def test_a_view_kept_from_inside_raises_outside(workshop: Workshop) -> None:
             view.sum()
 
 
-def test_optimizer_state_may_be_read_inside(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_optimizer_state_may_be_read_inside(pair: Pair) -> None:
     pair.train(batches(2))
     with outsize.gathered(pair.model.head):
         state = pair.optimizer.state[pair.model.head.weight]
@@ -272,8 +266,7 @@ def test_a_step_inside_a_modifying_block_is_refused_where_masters_lose_bits(work
     pair.optimizer.step()
 
 
-def test_a_step_inside_a_modifying_block_is_exact_in_fp32(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_a_step_inside_a_modifying_block_is_exact_in_fp32(pair: Pair) -> None:
     train(pair.plain, pair.plain_optimizer, batches(3))
     with outsize.gathered(pair.model, modify=True):
         train(pair.model, pair.optimizer, batches(3))
@@ -310,8 +303,7 @@ def test_a_backward_after_a_modification_of_what_it_does_not_use_is_right(worksh
 
 
 @pytest.mark.parametrize("tier", AT_REST_TIERS)
-def test_a_gradient_that_is_written_without_modify_is_refused(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_a_gradient_that_is_written_without_modify_is_refused(pair: Pair) -> None:
     for model, _ in pair.both:
         squared_error(model, batches(1)[0]).backward()
     with (
@@ -322,8 +314,7 @@ def test_a_gradient_that_is_written_without_modify_is_refused(workshop: Workshop
     assert_same_gradients(pair.model, pair.plain)
 
 
-def test_a_backward_adds_to_gradients_that_are_shown(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_a_backward_adds_to_gradients_that_are_shown(pair: Pair) -> None:
     first, second = batches(2)
     for model, _ in pair.both:
         squared_error(model, first).backward()
@@ -444,8 +435,7 @@ def clone(module: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("copier", [copy.copy, clone])
-def test_the_call_of_a_copy_of_the_attributes_is_refused(workshop: Workshop, tier: str, copier: Any) -> None:
-    pair = workshop.pair(tier=tier)
+def test_the_call_of_a_copy_of_the_attributes_is_refused(pair: Pair, tier: str, copier: Any) -> None:
     ((x, _),) = batches(1)
     with outsize.gathered(pair.model):
         for module in (pair.model, pair.model.blocks[0])[tier == "device" :]:  # there the whole has plain attributes
@@ -456,8 +446,7 @@ def test_the_call_of_a_copy_of_the_attributes_is_refused(workshop: Workshop, tie
     pair.train(batches(2))
 
 
-def test_a_deep_copy_and_the_state_of_a_copy_are_its_own(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_a_deep_copy_and_the_state_of_a_copy_are_its_own(pair: Pair) -> None:
     own = nn.Parameter(torch.ones_like(pair.plain.blocks[0].up.weight))
     copied = clone(pair.model)
     up = copied.blocks[0].up
@@ -527,11 +516,8 @@ def test_assigning_a_state_dict_is_refused_with_the_remedy(workshop: Workshop) -
 
 
 @pytest.mark.parametrize("how", [{}, {"modify": True}, {"grads": True}])
-def test_what_inference_mode_has_looked_at_trains_as_before(
-    workshop: Workshop, tier: str, how: dict[str, bool]
-) -> None:
+def test_what_inference_mode_has_looked_at_trains_as_before(pair: Pair, how: dict[str, bool]) -> None:
     """Autograd passes a tensor of inference mode by, mostly without a word."""
-    pair = workshop.pair(tier=tier)
     pair.train(batches(1))
     for model, _ in pair.both:
         squared_error(model, batches(1)[0]).backward()

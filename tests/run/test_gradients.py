@@ -35,14 +35,12 @@ def backward(pair: Pair, data: list[Any]) -> None:
             squared_error(model, batch).backward()
 
 
-def test_gradients_are_those_of_torch(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_gradients_are_those_of_torch(pair: Pair) -> None:
     backward(pair, batches(1))
     assert_same_gradients(pair.model, pair.plain)
 
 
-def test_gradients_accumulate_over_several_backwards(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_gradients_accumulate_over_several_backwards(pair: Pair) -> None:
     for model, optimizer in pair.both:
         for start in range(0, 6, 3):
             for batch in batches(6)[start : start + 3]:
@@ -76,8 +74,7 @@ def test_accumulated_bf16_gradients_are_added_in_fp32(workshop: Workshop, tier: 
         torch.testing.assert_close(state[index]["exp_avg"].to(value.device), value * (1 - 0.9), rtol=1e-6, atol=0)
 
 
-def test_a_gradient_accumulates_onto_what_zero_grad_zeroed(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_a_gradient_accumulates_onto_what_zero_grad_zeroed(pair: Pair) -> None:
     for _, optimizer in pair.both:
         backward(pair, batches(1))
         optimizer.zero_grad(set_to_none=False)
@@ -93,8 +90,7 @@ def test_clipping_by_every_norm_is_that_of_torch(workshop: Workshop, tier: str, 
     workshop.pair(tier=tier).train(batches(4), clip=clip, norm_type=norm_type)
 
 
-def test_clipping_by_value_is_that_of_torch(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_clipping_by_value_is_that_of_torch(pair: Pair) -> None:
     for model, optimizer in pair.both:
         for batch in batches(4):
             squared_error(model, batch).backward()
@@ -104,8 +100,7 @@ def test_clipping_by_value_is_that_of_torch(workshop: Workshop, tier: str) -> No
     pair.check()
 
 
-def test_operations_on_gradients_apply_in_their_order(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_operations_on_gradients_apply_in_their_order(pair: Pair) -> None:
     for model, _ in pair.both:
         squared_error(model, batches(1)[0]).backward()
         for param in model.parameters():
@@ -120,8 +115,7 @@ def test_operations_on_gradients_apply_in_their_order(workshop: Workshop, tier: 
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
-def test_the_total_norm_is_known(workshop: Workshop, tier: str, norm_type: float) -> None:
-    pair = workshop.pair(tier=tier)
+def test_the_total_norm_is_known(pair: Pair, norm_type: float) -> None:
     backward(pair, batches(2))
     norms = [
         torch.nn.utils.get_total_norm([param.grad for param in model.parameters()], norm_type).item()
@@ -130,15 +124,13 @@ def test_the_total_norm_is_known(workshop: Workshop, tier: str, norm_type: float
     assert norms[1] == pytest.approx(norms[0], rel=1e-6)
 
 
-def test_the_norm_of_one_gradient_is_known(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_the_norm_of_one_gradient_is_known(pair: Pair) -> None:
     backward(pair, batches(1))
     norms = [[param.grad.norm().item() for param in model.parameters()] for model, _ in pair.both]
     assert norms[1] == pytest.approx(norms[0], rel=1e-6)
 
 
-def test_error_if_nonfinite_of_clipping_works(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_error_if_nonfinite_of_clipping_works(pair: Pair) -> None:
     (squared_error(pair.model, batches(1)[0]) * float("nan")).backward()
     with pytest.raises(RuntimeError, match="non-finite"):
         torch.nn.utils.clip_grad_norm_(pair.model.parameters(), 1.0, error_if_nonfinite=True)
@@ -157,8 +149,7 @@ def test_gradients_survive_zero_grad_after_the_step_that_uses_them(workshop: Wor
     pair.check()
 
 
-def test_a_second_step_on_the_same_gradients_repeats_the_update(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_a_second_step_on_the_same_gradients_repeats_the_update(pair: Pair) -> None:
     backward(pair, batches(1))
     for _, optimizer in pair.both:
         optimizer.step()
@@ -166,8 +157,7 @@ def test_a_second_step_on_the_same_gradients_repeats_the_update(workshop: Worksh
     pair.check()
 
 
-def test_a_backward_between_step_and_zero_grad_accumulates(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_a_backward_between_step_and_zero_grad_accumulates(pair: Pair) -> None:
     for model, optimizer in pair.both:
         for batch in batches(3):
             squared_error(model, batch).backward()
@@ -176,16 +166,14 @@ def test_a_backward_between_step_and_zero_grad_accumulates(workshop: Workshop, t
     assert_same_gradients(pair.model, pair.plain)
 
 
-def test_tensor_hooks_change_the_gradient_that_is_used(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_tensor_hooks_change_the_gradient_that_is_used(pair: Pair) -> None:
     for model, _ in pair.both:
         model.blocks[1].up.weight.register_hook(lambda grad: grad * 3)
         model.head.bias.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
     pair.train(batches(3), clip=1.0)
 
 
-def test_post_accumulate_hooks_see_the_gradient(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_post_accumulate_hooks_see_the_gradient(pair: Pair) -> None:
     seen: list[list[float]] = [[], []]
     for shown, (model, _) in zip(seen, pair.both, strict=True):
 
@@ -198,8 +186,7 @@ def test_post_accumulate_hooks_see_the_gradient(workshop: Workshop, tier: str) -
     assert seen[1] == pytest.approx(seen[0], rel=1e-5)
 
 
-def test_what_a_hook_adds_to_a_gradient_that_is_complete_is_used(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_what_a_hook_adds_to_a_gradient_that_is_complete_is_used(pair: Pair) -> None:
     hooks = []
     for model, _ in pair.both:
 
@@ -212,8 +199,7 @@ def test_what_a_hook_adds_to_a_gradient_that_is_complete_is_used(workshop: Works
         each.remove()
 
 
-def test_gradients_are_read_inside_gathered(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_gradients_are_read_inside_gathered(pair: Pair) -> None:
     backward(pair, batches(1))
     weight, expected = pair.model.blocks[0].up.weight, pair.plain.blocks[0].up.weight.grad
     with outsize.gathered(weight, grads=True):
@@ -250,8 +236,7 @@ def test_looking_at_gradients_on_disk_loses_none_of_them(
         assert torch.equal(value, seen[1][name]), name
 
 
-def test_gradients_modified_inside_gathered_are_those_that_are_used(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_gradients_modified_inside_gathered_are_those_that_are_used(pair: Pair) -> None:
     backward(pair, batches(1))
     pair.plain.head.weight.grad.add_(1.0)
     with outsize.gathered(pair.model.head.weight, grads=True, modify=True):
@@ -261,8 +246,7 @@ def test_gradients_modified_inside_gathered_are_those_that_are_used(workshop: Wo
     pair.check()
 
 
-def test_a_gradient_set_by_the_user_is_used(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_a_gradient_set_by_the_user_is_used(pair: Pair) -> None:
     for model, optimizer in pair.both:
         for param in model.parameters():
             param.grad = torch.full(param.shape, 0.25)
@@ -271,8 +255,7 @@ def test_a_gradient_set_by_the_user_is_used(workshop: Workshop, tier: str) -> No
     pair.train(batches(2))
 
 
-def test_a_gradient_removed_by_the_user_leaves_its_parameter_alone(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_a_gradient_removed_by_the_user_leaves_its_parameter_alone(pair: Pair) -> None:
     before = weights(pair.model)
     for model, optimizer in pair.both:
         for batch in batches(2):
@@ -308,9 +291,8 @@ MISUSES = {
 @pytest.mark.parametrize("tier", AT_REST_TIERS)
 @pytest.mark.parametrize("misuse", MISUSES.values(), ids=MISUSES.keys())
 def test_adding_that_needs_the_values_is_refused_and_changes_nothing(
-    workshop: Workshop, tier: str, misuse: Callable[[Tensor, Tensor], Tensor]
+    pair: Pair, misuse: Callable[[Tensor, Tensor], Tensor]
 ) -> None:
-    pair = workshop.pair(tier=tier)
     backward(pair, batches(1))
     other = torch.ones(4, 16)
     with pytest.raises(RuntimeError, match=r"'head\.weight' is at rest and aten\.add.* needs its values.*grads=True"):
@@ -320,8 +302,7 @@ def test_adding_that_needs_the_values_is_refused_and_changes_nothing(
 
 
 @pytest.mark.parametrize("tier", AT_REST_TIERS)
-def test_a_hook_that_adds_the_gradient_to_another_is_refused(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_a_hook_that_adds_the_gradient_to_another_is_refused(pair: Pair) -> None:
     backward(pair, batches(1))
     pair.model.head.weight.register_post_accumulate_grad_hook(lambda param: param.grad + torch.ones(4, 16))
     with pytest.raises(RuntimeError, match="needs its values"):
@@ -329,10 +310,7 @@ def test_a_hook_that_adds_the_gradient_to_another_is_refused(workshop: Workshop,
 
 
 @pytest.mark.parametrize("shape", [(4, 16), (16,), ()])
-def test_what_the_user_adds_in_place_is_part_of_the_gradient(
-    workshop: Workshop, tier: str, shape: tuple[int, ...]
-) -> None:
-    pair = workshop.pair(tier=tier)
+def test_what_the_user_adds_in_place_is_part_of_the_gradient(pair: Pair, shape: tuple[int, ...]) -> None:
     backward(pair, batches(1))
     more = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     for model, optimizer in pair.both:
@@ -355,8 +333,7 @@ def test_backwards_that_keep_their_graph_add_up(workshop: Workshop, tier: str) -
         model.zero_grad()  # of plain gradients: a parameter and the graph of its gradient hold each other
 
 
-def test_gradients_are_added_to_others_inside_gathered(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_gradients_are_added_to_others_inside_gathered(pair: Pair) -> None:
     total = torch.zeros(4, 16)
     for batch in batches(2):
         backward(pair, [batch])
@@ -366,8 +343,7 @@ def test_gradients_are_added_to_others_inside_gathered(workshop: Workshop, tier:
     torch.testing.assert_close(total, pair.plain.head.weight.grad)
 
 
-def test_retain_graph_and_two_backwards_add_up(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_retain_graph_and_two_backwards_add_up(pair: Pair) -> None:
     for model, optimizer in pair.both:
         for batch in batches(2):
             loss = squared_error(model, batch)
@@ -376,8 +352,7 @@ def test_retain_graph_and_two_backwards_add_up(workshop: Workshop, tier: str) ->
     pair.check()
 
 
-def test_a_backward_through_a_graph_from_before_the_step_is_refused_as_in_torch(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_a_backward_through_a_graph_from_before_the_step_is_refused_as_in_torch(pair: Pair) -> None:
     for model, optimizer in pair.both:
         first, second = batches(2)
         squared_error(model, first).backward()
@@ -391,8 +366,7 @@ def test_a_backward_through_a_graph_from_before_the_step_is_refused_as_in_torch(
     pair.check()
 
 
-def test_autograd_grad_gives_plain_tensors_and_leaves_param_grad_alone(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_autograd_grad_gives_plain_tensors_and_leaves_param_grad_alone(pair: Pair) -> None:
     found = []
     for model, _ in pair.both:
         params = list(model.parameters())
@@ -402,8 +376,7 @@ def test_autograd_grad_gives_plain_tensors_and_leaves_param_grad_alone(workshop:
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-8)
 
 
-def test_autograd_grad_fills_in_zeros_for_unused_parameters(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_autograd_grad_fills_in_zeros_for_unused_parameters(pair: Pair) -> None:
     out = pair.model.blocks[0](batches(1)[0][0]).sum()
     head, up = pair.model.head.weight, pair.model.blocks[0].up.weight
     grads = torch.autograd.grad(out, [head, up], retain_graph=True, materialize_grads=True)
@@ -413,8 +386,7 @@ def test_autograd_grad_fills_in_zeros_for_unused_parameters(workshop: Workshop, 
         torch.autograd.grad(out, [head, up])
 
 
-def test_backward_with_inputs_fills_only_their_gradients(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_backward_with_inputs_fills_only_their_gradients(pair: Pair) -> None:
     for model, optimizer in pair.both:
         for batch in batches(2):
             squared_error(model, batch).backward(inputs=[model.head.weight, model.blocks[1].up.bias])
@@ -424,8 +396,7 @@ def test_backward_with_inputs_fills_only_their_gradients(workshop: Workshop, tie
     pair.check()
 
 
-def test_the_gradient_of_the_input_is_that_of_torch(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_the_gradient_of_the_input_is_that_of_torch(pair: Pair) -> None:
     found = []
     for model, _ in pair.both:
         x, y = batches(1)[0]
@@ -499,8 +470,7 @@ def test_a_layer_that_asks_for_a_gradient_in_its_forward_trains_as_in_torch(
     workshop.pair(build, activations=activations).train(batches(3))
 
 
-def test_a_forward_inside_gathered_trains_as_any_other(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_a_forward_inside_gathered_trains_as_any_other(pair: Pair) -> None:
     for model, optimizer in pair.both:
         for batch in batches(3):
             if model is pair.model:
@@ -513,8 +483,7 @@ def test_a_forward_inside_gathered_trains_as_any_other(workshop: Workshop, tier:
     pair.check()
 
 
-def test_a_penalty_on_weights_read_inside_gathered_reaches_them(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_a_penalty_on_weights_read_inside_gathered_reaches_them(pair: Pair) -> None:
     for model, optimizer in pair.both:
         for batch in batches(2):
             loss = squared_error(model, batch)
@@ -540,8 +509,7 @@ def test_frozen_then_clipped_gradients_are_those_of_the_rest(workshop: Workshop,
     assert pair.model.blocks[0].up.weight.grad is None
 
 
-def test_loss_scaling_by_hand_undone_before_the_step_changes_little(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_loss_scaling_by_hand_undone_before_the_step_changes_little(pair: Pair) -> None:
     for model, optimizer in pair.both:
         for batch in batches(3):
             (squared_error(model, batch) * 1024).backward()
@@ -561,10 +529,7 @@ def test_an_optimizer_step_by_hand_needs_no_gradient_of_unused_units(workshop: W
 
 
 @pytest.mark.parametrize("tier", AT_REST_TIERS)
-def test_values_put_into_the_data_of_a_gradient_at_rest_are_refused_with_the_remedy(
-    workshop: Workshop, tier: str
-) -> None:
-    pair = workshop.pair(tier=tier)
+def test_values_put_into_the_data_of_a_gradient_at_rest_are_refused_with_the_remedy(pair: Pair) -> None:
     backward(pair, batches(1))
     grad = pair.model.head.weight.grad
     with pytest.raises(RuntimeError, match=r"'head.weight' .* would be lost: .*gathered\(param, grads=True, modify"):

@@ -9,6 +9,7 @@ import outsize
 from outsize.run.activations import in_backward
 from tests.conftest import (
     AT_REST_TIERS,
+    Pair,
     Workshop,
     batches,
     gradients,
@@ -70,8 +71,7 @@ def test_after_an_exception_in_a_recomputation_the_next_step_is_right(workshop: 
     pair.train(batches(3), clip=0.5)
 
 
-def test_after_an_exception_in_step_hooks_the_next_step_is_right(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_after_an_exception_in_step_hooks_the_next_step_is_right(pair: Pair) -> None:
     handle = pair.optimizer.register_step_pre_hook(fail)
     squared_error(pair.model, batches(1)[0]).backward()
     with pytest.raises(Boom):
@@ -81,10 +81,7 @@ def test_after_an_exception_in_step_hooks_the_next_step_is_right(workshop: Works
     pair.train(batches(3))
 
 
-def test_gradients_that_arrived_before_an_exception_in_a_backward_stay_as_in_torch(
-    workshop: Workshop, tier: str
-) -> None:
-    pair = workshop.pair(tier=tier)
+def test_gradients_that_arrived_before_an_exception_in_a_backward_stay_as_in_torch(pair: Pair) -> None:
     for model, _ in pair.both:
         handle = model.blocks[1].up.weight.register_hook(fail)
         with pytest.raises(Boom):
@@ -99,9 +96,8 @@ def test_gradients_that_arrived_before_an_exception_in_a_backward_stay_as_in_tor
 @pytest.mark.parametrize("error", [Boom, KeyboardInterrupt])
 @pytest.mark.parametrize("tier", AT_REST_TIERS)
 def test_a_step_that_is_interrupted_when_units_are_marked_stops_the_run(
-    workshop: Workshop, tier: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+    workshop: Workshop, pair: Pair, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = workshop.pair(tier=tier)
     pair.train(batches(2))
     streamer, marked = prepared(pair.model).engine.streamer, []
     owe = streamer.owe
@@ -123,9 +119,8 @@ def test_a_step_that_is_interrupted_when_units_are_marked_stops_the_run(
 
 @pytest.mark.parametrize("tier", AT_REST_TIERS)
 def test_a_step_that_is_interrupted_before_units_are_marked_may_be_tried_again(
-    workshop: Workshop, tier: str, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = workshop.pair(tier=tier)
     for model, optimizer in pair.both:
         train(model, optimizer, batches(2))
         squared_error(model, batches(1)[0]).backward()

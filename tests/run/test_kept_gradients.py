@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import outsize
 from outsize.run.grads import RestingGrad
-from tests.conftest import AT_REST_TIERS, Pair, Workshop, batches, squared_error
+from tests.conftest import AT_REST_TIERS, Pair, batches, squared_error
 from tests.ranks.launching import run_on_ranks
 from tests.ranks.training import Setting, batch, fields_of, make
 
@@ -33,8 +33,7 @@ def keep(pair: Pair, zero: Callable[[], None]) -> list[Tensor]:
 
 @at_rest
 @pytest.mark.parametrize("earlier", range(1, BACKWARDS))
-def test_a_step_with_a_gradient_of_an_earlier_backward_is_refused(workshop: Workshop, tier: str, earlier: int) -> None:
-    pair = workshop.pair(tier=tier)
+def test_a_step_with_a_gradient_of_an_earlier_backward_is_refused(pair: Pair, earlier: int) -> None:
     kept = keep(pair, pair.optimizer.zero_grad)
     pair.model.head.weight.grad = kept[-1 - earlier]
     with pytest.raises(RuntimeError, match=r"'head\.weight' was at rest and a later backward has taken its place"):
@@ -42,8 +41,7 @@ def test_a_step_with_a_gradient_of_an_earlier_backward_is_refused(workshop: Work
 
 
 @at_rest
-def test_every_question_to_an_earlier_gradient_is_refused(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_every_question_to_an_earlier_gradient_is_refused(pair: Pair) -> None:
     *earlier, last = keep(pair, pair.optimizer.zero_grad)
     questions: list[Callable[[RestingGrad], object]] = [
         lambda grad: grad.norm(),
@@ -63,8 +61,7 @@ def test_every_question_to_an_earlier_gradient_is_refused(workshop: Workshop, ti
 
 
 @at_rest
-def test_keeping_gradients_leaves_the_training_as_it_is(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_keeping_gradients_leaves_the_training_as_it_is(pair: Pair) -> None:
     kept: list[list[Tensor | None]] = []
     for model, optimizer in pair.both:
         for each in batches(BACKWARDS):
@@ -77,8 +74,7 @@ def test_keeping_gradients_leaves_the_training_as_it_is(workshop: Workshop, tier
 
 
 @at_rest
-def test_a_gradient_kept_as_that_of_another_tensor_is_not_filled_again(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_a_gradient_kept_as_that_of_another_tensor_is_not_filled_again(pair: Pair) -> None:
     holder = nn.Parameter(torch.zeros(4, 16))
     squared_error(pair.model, batches(1)[0]).backward()
     holder.grad = pair.model.head.weight.grad
@@ -88,9 +84,8 @@ def test_a_gradient_kept_as_that_of_another_tensor_is_not_filled_again(workshop:
 
 
 @at_rest
-def test_gradients_that_nobody_keeps_are_made_once(workshop: Workshop, tier: str) -> None:
+def test_gradients_that_nobody_keeps_are_made_once(pair: Pair) -> None:
     """See Note [Small things that live long]."""
-    pair = workshop.pair(tier=tier)
     shown = []
     for each in batches(6):
         squared_error(pair.model, each).backward()

@@ -441,8 +441,7 @@ def test_two_forwards_before_one_backward(workshop: Workshop, tier: str) -> None
     workshop.pair(tier=tier).train(batches(3), loss_of=loss_of, clip=1.0)
 
 
-def test_two_losses_of_two_forwards_backward_in_either_order(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_two_losses_of_two_forwards_backward_in_either_order(pair: Pair) -> None:
     first, second = batches(2)
     for model, optimizer in pair.both:
         a, b = squared_error(model, first), squared_error(model, second)
@@ -459,8 +458,7 @@ def test_a_module_of_the_model_may_be_called_by_itself(workshop: Workshop, tier:
     workshop.pair(tier=tier).train(batches(3), loss_of=loss_of)
 
 
-def test_a_forward_that_was_never_used_leaves_no_trace(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_a_forward_that_was_never_used_leaves_no_trace(pair: Pair) -> None:
     for model, optimizer in pair.both:
         for batch in batches(3):
             loss = squared_error(model, batch)
@@ -558,8 +556,7 @@ def test_autocast_works(workshop: Workshop, tier: str) -> None:
     workshop.pair(tier=tier).train(batches(4), loss_of=loss_of, clip=1.0)
 
 
-def test_module_hooks_of_the_user_run(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_module_hooks_of_the_user_run(pair: Pair) -> None:
     for model, _ in pair.both:
         model.blocks[0].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
         model.blocks[1].register_forward_hook(lambda module, args, out: out + 1)
@@ -567,8 +564,7 @@ def test_module_hooks_of_the_user_run(workshop: Workshop, tier: str) -> None:
     pair.train(batches(3))
 
 
-def test_saved_tensor_hooks_of_the_user_see_activations_only(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_saved_tensor_hooks_of_the_user_see_activations_only(pair: Pair) -> None:
     for model, optimizer in pair.both:
         for batch in batches(2):
             with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
@@ -577,8 +573,7 @@ def test_saved_tensor_hooks_of_the_user_see_activations_only(workshop: Workshop,
     pair.check()
 
 
-def test_functional_call_with_other_weights_works(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_functional_call_with_other_weights_works(pair: Pair) -> None:
     other = {name: torch.full(param.shape, 0.01) for name, param in pair.plain.named_parameters()}
     x = batches(1)[0][0]
     outs = [torch.func.functional_call(model, other, (x,)) for model, _ in pair.both]

@@ -17,7 +17,7 @@ from outsize.checkpoint.manifest import sealed
 from outsize.optim.choice import rule_for
 from outsize.optim.rows import LazyAdamWRule, RowwiseAdagradRule
 from outsize.optim.streamed import StreamedRule
-from tests.conftest import KINDS, TIERS, Stack, Workshop, batches, squared_error, train, weights
+from tests.conftest import KINDS, TIERS, Pair, Stack, Workshop, batches, squared_error, train, weights
 
 OPTIM = torch.optim
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -504,8 +504,7 @@ def test_a_state_that_was_replaced_is_what_is_saved(workshop: Workshop, tmp_path
     assert not len(pair.optimizer.state)
 
 
-def test_an_entry_takes_what_it_holds_already(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_an_entry_takes_what_it_holds_already(pair: Pair) -> None:
     pair.train(batches(1))
     for state in pair.optimizer.state.values():
         for key, value in state.items():
@@ -596,8 +595,7 @@ def test_a_reset_of_the_state_begins_anew_as_in_torch(workshop: Workshop, tier: 
     torch.testing.assert_close(entry["exp_avg"], pair.plain_optimizer.state[pair.plain.head.weight]["exp_avg"])
 
 
-def test_entries_of_a_state_that_replaces_the_optimizers_own_are_taken_over(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_entries_of_a_state_that_replaces_the_optimizers_own_are_taken_over(pair: Pair) -> None:
     pair.train(batches(4))
     for model, optimizer in pair.both:
         kept = {key: value.clone() for key, value in optimizer.state[model.head.weight].items()}

@@ -11,7 +11,7 @@ import torch
 from torch import nn, optim
 
 import outsize
-from tests.conftest import Stack, Workshop, batches, squared_error, train, weights
+from tests.conftest import Pair, Stack, Workshop, batches, squared_error, train, weights
 
 MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda params: optim.AdamW(params, lr=1e-2, foreach=False),
@@ -236,8 +236,7 @@ def test_a_count_that_came_with_a_checkpoint_is_looked_at_by_the_next_step(works
 # -- entries ---------------------------------------------------------------------------------------------------------
 
 
-def test_get_gives_the_default_where_there_is_no_state(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_get_gives_the_default_where_there_is_no_state(pair: Pair) -> None:
     marker = object()
     for model, optimizer in pair.both:
         assert optimizer.state.get(model.head.weight, marker) is marker
@@ -256,8 +255,7 @@ def test_get_gives_the_default_where_there_is_no_state(workshop: Workshop, tier:
         (7, "of 'head.weight' must be a dict, not int"),
     ],
 )
-def test_an_entry_that_does_not_fit_is_refused_by_name(workshop: Workshop, tier: str, entry: Any, said: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_an_entry_that_does_not_fit_is_refused_by_name(pair: Pair, entry: Any, said: str) -> None:
     pair.train(batches(2))
     with pytest.raises((ValueError, TypeError), match=said):
         pair.optimizer.state[pair.model.head.weight] = entry

@@ -15,6 +15,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from tests.conftest import (
     AT_REST_TIERS,
+    Pair,
     Stack,
     Workshop,
     adamw,
@@ -26,8 +27,7 @@ from tests.conftest import (
 
 
 @pytest.mark.parametrize("tier", AT_REST_TIERS)
-def test_a_step_of_an_optimizer_that_was_not_passed_is_refused(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_a_step_of_an_optimizer_that_was_not_passed_is_refused(pair: Pair) -> None:
     other = torch.optim.SGD(pair.model.parameters(), lr=0.1)
     squared_error(pair.model, batches(1)[0]).backward()
     with pytest.raises(RuntimeError, match=r"this SGD was not passed to outsize\.prepare, and steps on 'blocks\.0"):
@@ -141,8 +141,7 @@ def test_a_step_that_was_replaced_on_the_optimizer_is_refused_in_prepare(worksho
     )
 
 
-def test_a_compiled_step_is_the_step(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_a_compiled_step_is_the_step(pair: Pair) -> None:
     for model, optimizer, step in (
         (pair.plain, pair.plain_optimizer, pair.plain_optimizer.step),
         (pair.model, pair.optimizer, torch.compile(pair.optimizer.step, backend="eager")),

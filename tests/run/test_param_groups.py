@@ -13,7 +13,7 @@ import outsize
 from outsize.api.shards import Shards
 from outsize.move.shard import UnitShard
 from outsize.run.unit import Unit
-from tests.conftest import AT_REST_TIERS, Stack, Workshop, batches, sgd, squared_error, take_step, train, weights
+from tests.conftest import AT_REST_TIERS, Pair, Stack, Workshop, batches, sgd, squared_error, take_step, train, weights
 
 
 def head_only(model: nn.Module) -> torch.optim.Optimizer:
@@ -146,8 +146,7 @@ def test_units_unfrozen_in_mid_run_train_as_in_torch_where_they_rest_in_memory(w
         loss.backward()
 
 
-def test_hyper_parameters_change_in_mid_run(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_hyper_parameters_change_in_mid_run(pair: Pair) -> None:
     for step, batch in enumerate(batches(6)):
         for model, optimizer in pair.both:
             group = optimizer.param_groups[0]
@@ -159,8 +158,7 @@ def test_hyper_parameters_change_in_mid_run(workshop: Workshop, tier: str) -> No
     pair.check()
 
 
-def test_what_changes_after_step_belongs_to_the_next_one(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_what_changes_after_step_belongs_to_the_next_one(pair: Pair) -> None:
     for model, optimizer in pair.both:
         squared_error(model, batches(1)[0]).backward()
         optimizer.step()
@@ -186,8 +184,7 @@ def test_an_emptied_group_trains_nothing(workshop: Workshop, tier: str) -> None:
     pair.check()
 
 
-def test_step_hooks_fire_once_a_step_and_may_change_the_gradients(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_step_hooks_fire_once_a_step_and_may_change_the_gradients(pair: Pair) -> None:
     calls: list[str] = []
     for model, optimizer in pair.both:
 
@@ -231,8 +228,7 @@ def test_values_out_of_range_are_torchs_own_errors(key: str) -> None:
             outsize.optim.Lion([nn.Parameter(torch.zeros(1))], **{key: (2.0, 2.0) if key == "betas" else -1.0})
 
 
-def test_nan_in_the_state_spreads_as_in_torch(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_nan_in_the_state_spreads_as_in_torch(pair: Pair) -> None:
     for model, optimizer in pair.both:
         train(model, optimizer, batches(1))
         state = copy.deepcopy(optimizer.state_dict())
@@ -334,8 +330,7 @@ def test_large_finite_gradients_are_finite(workshop: Workshop, tier: str) -> Non
     assert outsize.memory(pair.model).skipped_steps == 0
 
 
-def test_what_is_zeroed_is_finite(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_what_is_zeroed_is_finite(pair: Pair) -> None:
     for model, optimizer in pair.both:
         (squared_error(model, batches(1)[0]) * float("inf")).backward()
         optimizer.zero_grad(set_to_none=False)

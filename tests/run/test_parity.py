@@ -125,8 +125,7 @@ def test_parameters_unfrozen_in_mid_run_start_to_train(workshop: Workshop, tier:
     pair.train(batches(4))
 
 
-def test_parameters_frozen_in_mid_run_stop(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_parameters_frozen_in_mid_run_stop(pair: Pair) -> None:
     pair.train(batches(3))
     for model, _ in pair.both:
         model.blocks[2].requires_grad_(False)
@@ -195,8 +194,7 @@ def test_a_loaded_state_dict_is_used(workshop: Workshop, tier: str) -> None:
     Pair(plain, optimizer, model, again).train(batches(4), clip=0.5)
 
 
-def test_the_optimizer_state_reads_as_torch_would_show_it(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_the_optimizer_state_reads_as_torch_would_show_it(pair: Pair) -> None:
     pair.train(batches(3))
     mine, theirs = pair.optimizer.state_dict(), pair.plain_optimizer.state_dict()
     assert mine["param_groups"] == theirs["param_groups"]
@@ -208,8 +206,7 @@ def test_the_optimizer_state_reads_as_torch_would_show_it(workshop: Workshop, ti
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_works_both_ways(workshop: Workshop, tier: str, set_to_none: bool) -> None:
-    pair = workshop.pair(tier=tier)
+def test_zero_grad_works_both_ways(pair: Pair, set_to_none: bool) -> None:
     data = batches(3)
     for model, optimizer in pair.both:
         for batch in data:
@@ -219,8 +216,7 @@ def test_zero_grad_works_both_ways(workshop: Workshop, tier: str, set_to_none: b
     pair.check()
 
 
-def test_model_zero_grad_works(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_model_zero_grad_works(pair: Pair) -> None:
     for model, optimizer in pair.both:
         for batch in batches(3):
             model.zero_grad()
@@ -229,8 +225,7 @@ def test_model_zero_grad_works(workshop: Workshop, tier: str) -> None:
     pair.check()
 
 
-def test_a_closure_given_to_step_is_run(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_a_closure_given_to_step_is_run(pair: Pair) -> None:
     losses: dict[bool, list[float]] = {False: [], True: []}
     for ours, (model, optimizer) in enumerate(pair.both):
         for batch in batches(3):

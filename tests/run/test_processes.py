@@ -50,8 +50,7 @@ def test_a_forward_from_a_second_thread_at_once_is_refused(workshop: Workshop) -
     pair.train(batches(3))
 
 
-def test_training_may_move_to_another_thread(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_training_may_move_to_another_thread(pair: Pair) -> None:
     expected = train(pair.plain, pair.plain_optimizer, batches(3))
     found = []
     data = batches(3)

@@ -69,8 +69,7 @@ WRITES: dict[str, Callable[[Pair], Any]] = {
 }
 
 
-def test_a_write_into_an_entry_is_refused_with_the_remedy(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_a_write_into_an_entry_is_refused_with_the_remedy(pair: Pair) -> None:
     pair.train(batches(2))
     for how, write in WRITES.items():
         with pytest.raises(RuntimeError, match=r"is a copy .* write the whole entry"):
@@ -87,8 +86,7 @@ def test_arrays_of_numpy_made_of_an_entry_cannot_be_written_to(workshop: Worksho
             found[0] = 0
 
 
-def test_what_is_computed_from_an_entry_is_plain(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_what_is_computed_from_an_entry_is_plain(pair: Pair) -> None:
     pair.train(batches(2))
     found = entry(pair)["exp_avg"]
     expected = pair.plain_optimizer.state[pair.plain.head.weight]["exp_avg"]
@@ -102,8 +100,7 @@ def test_what_is_computed_from_an_entry_is_plain(workshop: Workshop, tier: str) 
     assert entry(pair)["step"].item() == 2 and float(entry(pair)["step"]) == 2.0
 
 
-def test_an_entry_of_before_a_step_stays_as_it_was(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_an_entry_of_before_a_step_stays_as_it_was(pair: Pair) -> None:
     pair.train(batches(2))
     before = entry(pair)
     expected = {key: value.clone() for key, value in before.items()}
@@ -112,8 +109,7 @@ def test_an_entry_of_before_a_step_stays_as_it_was(workshop: Workshop, tier: str
     assert not torch.equal(entry(pair)["exp_avg"], expected["exp_avg"])
 
 
-def test_an_entry_is_written_as_a_whole(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_an_entry_is_written_as_a_whole(pair: Pair) -> None:
     pair.train(batches(2))
     for _, optimizer in pair.both:
         for param, state in list(optimizer.state.items()):
@@ -121,8 +117,7 @@ def test_an_entry_is_written_as_a_whole(workshop: Workshop, tier: str) -> None:
     pair.train(batches(2))
 
 
-def test_a_state_dict_is_made_of_plain_tensors(workshop: Workshop, tier: str, tmp_path: Path) -> None:
-    pair = workshop.pair(tier=tier)
+def test_a_state_dict_is_made_of_plain_tensors(pair: Pair, tmp_path: Path) -> None:
     pair.train(batches(2))
     state = pair.optimizer.state_dict()
     for values in state["state"].values():
@@ -220,9 +215,8 @@ def test_adamw_with_a_folder_that_an_adam_has_saved_decays_as_in_torch(workshop:
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 def test_a_state_dict_that_is_loaded_in_part_stops_the_run(
-    workshop: Workshop, tier: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+    pair: Pair, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = workshop.pair(tier=tier)
     pair.train(batches(2))
     state = copy.deepcopy(pair.optimizer.state_dict())
     pair.train(batches(1))
@@ -243,8 +237,7 @@ def test_a_state_dict_that_is_loaded_in_part_stops_the_run(
         train(pair.model, pair.optimizer, batches(1))
 
 
-def test_a_state_dict_that_is_refused_stops_nothing(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_a_state_dict_that_is_refused_stops_nothing(pair: Pair) -> None:
     pair.train(batches(2))
     state = copy.deepcopy(pair.optimizer.state_dict())
     del state["state"][3]["exp_avg"]

@@ -42,8 +42,7 @@ def beside(pair: Pair, action: Callable[[], Any], times: int = 5) -> list[Any]:
     return found
 
 
-def test_weights_gathered_in_another_thread_are_those_of_one_step(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(tier=tier)
+def test_weights_gathered_in_another_thread_are_those_of_one_step(workshop: Workshop, pair: Pair) -> None:
     reference = workshop.pair(tier="disk")
     known = [weights(reference.model)]
     for batch in batches(20):
