@@ -126,7 +126,7 @@ LEFT_OUT_ON_CUDA = {
     RUN + "embedding.py::test_a_step_that_cannot_be_made_of_rows_changes_nothing": GPU_BITS,
     RUN + "gradients.py::test_a_backward_between_step_and_zero_grad_accumulates": GPU_BITS,
     RUN + "gradients.py::test_what_the_user_adds_in_place_is_part_of_the_gradient": GPU_BITS,
-    RUN + "optimizers.py::test_large_factored_state_survives_a_checkpoint_on_another_tier": GPU_BITS,
+    RUN + "optimizers.py::test_factored_state_survives_a_checkpoint_on_another_tier": GPU_BITS,
     RUN + "optimizers.py::test_entries_of_a_state_that_replaces_the_optimizers_own_are_taken_over": GPU_BITS,
     RUN + "param_groups.py::test_large_finite_gradients_are_finite": "a GPU squares first, and overflows elsewhere",
     RUN + "parity.py::test_bf16_weights_and_masters_are_those_of_masters_kept_by_hand_bit_for_bit": GPU_BITS,

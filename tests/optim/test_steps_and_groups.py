@@ -322,23 +322,18 @@ def test_the_scale_that_a_scaler_leaves_on_the_optimizer_is_no_attribute_of_it(w
     pair.check()
 
 
-class FirstGroupsRate(torch.optim.Optimizer):
+class FirstGroupsRate(Plain):
     """Steps on all groups with the options of the first."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.data.add_(param.grad, alpha=-self.param_groups[0]["lr"])
+    def step(self, closure: Any = None) -> None:
+        for _, param in self.stepped():
+            param.data.add_(param.grad, alpha=-self.param_groups[0]["lr"])
 
 
-class CountsGroups(FirstGroupsRate):
+class CountsGroups(Plain):
     count = 0
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             self.count += 1
             for param in group["params"]:
@@ -355,20 +350,17 @@ def test_a_step_that_depends_on_other_groups_is_refused(workshop: Workshop, kind
     workshop.prepare(model, kind(model.parameters()))
 
 
-class CountsSteps(FirstGroupsRate):
+class CountsSteps(Plain):
     """In its groups and on itself, once a step."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self.count = 0
+    count = 0
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         self.count += 1
         for group in self.param_groups:
             group["lr"] *= 0.5
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.data.add_(param.grad, alpha=-group["lr"] / self.count)
+        for group, param in self.stepped():
+            param.data.add_(param.grad, alpha=-group["lr"] / self.count)
 
 
 def test_groups_of_several_kinds_with_counts_run(workshop: Workshop) -> None:

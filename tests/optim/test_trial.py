@@ -215,6 +215,63 @@ class InItsState(Plain):
         return grad / self.state["total_step"]  # type: ignore[index]
 
 
+class Common(Plain):
+    """Counts its steps under a key of its own."""
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        common: Any = self.state["common"]  # type: ignore[index]
+        common["count"] = common.get("count", 0) + 1
+        return grad / common["count"]
+
+
+class Marking(Plain):
+    """Hangs what it learns on the parameters."""
+
+    def direction(self, group: dict[str, Any], param: Any, grad: Tensor) -> Tensor:
+        param.count = getattr(param, "count", 0) + 1
+        return grad / param.count
+
+
+class Wide(Plain):
+    """Keeps an array that fp32 does not hold."""
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        state = self.state[param]
+        if not state:
+            state["count"] = torch.full_like(param, 2**24, dtype=group["dtype"])
+        state["count"] += 1
+        return grad * (state["count"] - 2**24)
+
+
+class Noisy(Plain):
+    """Langevin dynamics."""
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        return grad + torch.randn_like(grad) * 0.01
+
+
+class Coupled(Plain):
+    """Normalises the gradients of all parameters together."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        params = [param for _, param in self.stepped()]
+        norm = torch.stack([param.grad.norm() for param in params]).norm()
+        for param in params:
+            param.sub_(param.grad / norm)
+
+
+class Counting(Plain):
+    """Keeps in its param_groups what it estimates from all parameters, as Prodigy does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, count=0)
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        group["count"] += float(grad.abs().sum())
+        return grad
+
+
 def named(params: Any) -> torch.optim.Optimizer:
     return ByName([(f"{at}.weight", param) for at, param in enumerate(params)])
 
@@ -246,6 +303,14 @@ REFUSED: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
     "EagerInPart": (EagerInPart, r"has \['seed'\] and not \['v'\]; what a parameter keeps"),
     "Caching": (two_that_share, "depends on the others, or on the other groups"),
     "KeepsItself": (KeepsItself, "it keeps 'start' in the memory of the parameter"),
+    "Common": (Common, "keeps state under 'common', which is no parameter"),
+    "Marking": (Marking, "sets attributes of its parameters .'count'"),
+    "int64": (lambda params: Wide(params, dtype=torch.int64), "it keeps 'count' as int64 for each element"),
+    "float64": (lambda params: Wide(params, dtype=torch.float64), "it keeps 'count' as float64 for each element"),
+    "Noisy": (Noisy, "draws random numbers"),
+    "LBFGS": (torch.optim.LBFGS, "closure"),
+    "Coupled": (Coupled, "depends on the others"),
+    "Counting": (Counting, "changes of its param_groups .* depends on the parameters"),
 }
 
 
@@ -256,12 +321,14 @@ def test_one_that_would_step_on_something_else_is_refused_and_nothing_moves(work
     optimizer = make(model.parameters())
     squared_error(model, batches(1)[0]).backward()
     before = {key: (param.detach().clone(), param.grad) for key, param in model.named_parameters()}
-    with pytest.raises(ValueError, match=f"can run neither on pieces .*{reason}"):
+    drawn = torch.get_rng_state()
+    with pytest.raises(ValueError, match=f"{type(optimizer).__name__} can run neither on pieces .*{reason}"):
         outsize.prepare(model, optimizer, **workshop.fields("disk"))
     for key, param in model.named_parameters():
         value, grad = before[key]
-        assert torch.equal(param, value)
+        assert type(param) is nn.Parameter and torch.equal(param, value)
         assert param.grad is grad
+    assert torch.equal(torch.get_rng_state(), drawn)
 
 
 class SharpnessAware(Plain):

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import outsize
-from tests.conftest import train
+from tests.conftest import Block, train
 from tests.ranks.launching import in_turn, run_on_ranks
-from tests.ranks.training import WIDTH, Block, assert_near, same_bits
+from tests.ranks.training import HIDDEN, WIDTH, assert_near, same_bits
 
 BLOCKS, MICRO_BATCHES, STEPS, CLIP = 8, 4, 2, 0.05
 SINGLE = ("ScheduleGPipe", "Schedule1F1B")
@@ -40,7 +40,7 @@ def stages_of(name: str, rank: int, ranks: int) -> list[int]:
 def whole(tied: bool = False) -> nn.ModuleDict:
     """`tied`: the first block and the last share a weight."""
     torch.manual_seed(0)
-    blocks = nn.ModuleDict({str(number): Block() for number in range(BLOCKS)})
+    blocks = nn.ModuleDict({str(number): Block(WIDTH, HIDDEN) for number in range(BLOCKS)})
     if tied:
         blocks[str(BLOCKS - 1)].up.weight = blocks["0"].up.weight
     return blocks

@@ -12,7 +12,7 @@ from torch import nn
 import outsize
 from tests.conftest import take_step
 from tests.ranks.launching import run_on_ranks
-from tests.ranks.training import Stack, batch
+from tests.ranks.training import batch, stack
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, rows: slice) -> None:
@@ -23,7 +23,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, rows
 
 def release_in_mid_run(tier: str, stage: int, disk: str) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    model = Stack()
+    model = stack()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     places = dict.fromkeys(("params", "grads", "states"), tier)
     outsize.prepare(model, optimizer, device="cpu", host_memory="64MiB", disk=disk, stage=stage, **places)
@@ -41,7 +41,7 @@ def release_in_mid_run(tier: str, stage: int, disk: str) -> dict[str, torch.Tens
 @pytest.mark.parametrize(("tier", "stage"), [("device", 1), ("device", 3), ("host", 3), ("disk", 3)])
 def test_a_model_of_two_ranks_is_released_and_prepared_again(tier: str, stage: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    plain = Stack()
+    plain = stack()
     train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), range(8), slice(None))
     for found in run_on_ranks(2, release_in_mid_run, tier, stage, str(tmp_path)):
         for name, value in plain.named_parameters():

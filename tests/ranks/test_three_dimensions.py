@@ -21,9 +21,9 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import outsize
-from tests.conftest import adamw, train, weights
+from tests.conftest import Block, adamw, train, weights
 from tests.ranks.launching import Ended, ends_on_ranks, in_turn, run_on_ranks
-from tests.ranks.training import WIDTH, Block
+from tests.ranks.training import HIDDEN, WIDTH
 
 LAYERS, MICRO_BATCHES = 4, 2
 NAMES = ("dp", "tp", "pp")
@@ -39,7 +39,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleDict({str(number): Block() for number in range(LAYERS)})
+        self.layers = nn.ModuleDict({str(number): Block(WIDTH, HIDDEN) for number in range(LAYERS)})
         self.head = nn.Linear(WIDTH, 8)
         self.register_buffer("scale", torch.ones(()))
         self.layers["3"].register_buffer("last", torch.full((2,), 3.0))
@@ -438,7 +438,9 @@ def prepare_bad_stages(kind: str, disk: str) -> None:
     elif kind == "budget":
         two_stages(lambda: net(0, 2), lambda: nn.Linear(4096, 4096), disk, params="device")
     else:
-        model = two_stages(lambda: nn.Sequential(Block()), lambda: nn.Sequential(Block()), disk)
+        model = two_stages(
+            lambda: nn.Sequential(Block(WIDTH, HIDDEN)), lambda: nn.Sequential(Block(WIDTH, HIDDEN)), disk
+        )
         outsize.save(Path(disk) / "saved", model)
 
 

@@ -14,31 +14,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import outsize
 from outsize.api.assemble import prepared_of
+from tests.conftest import Stack
 
 WIDTH, HIDDEN, DEPTH = 48, 100, 3
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, HIDDEN)
-        self.down = nn.Linear(HIDDEN, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Stack(nn.Module):
-    def __init__(self, depth: int = DEPTH) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block() for _ in range(depth)])
-        self.head = nn.Linear(WIDTH, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+def stack(depth: int = DEPTH) -> nn.Module:
+    return Stack(WIDTH, HIDDEN, depth, out=8)
 
 
 def batch(step: int, part: int = 0, rows: int = 8) -> tuple[Tensor, Tensor]:
@@ -125,7 +107,7 @@ def fields_of(setting: Setting, disk: str) -> dict[str, Any]:
 
 def make(setting: Setting, seed: int = 0, depth: int = DEPTH) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    model = Stack(depth).to(setting.dtype)
+    model = stack(depth).to(setting.dtype)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
 
 

@@ -1,7 +1,8 @@
 """`gathered` shows full values for a while and stores what was modified, on every tier."""
 
 import copy
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,11 @@ from tests.conftest import (
     train,
     weights,
 )
+
+
+def modifying(model: nn.Module, pair: Pair) -> AbstractContextManager[Any]:
+    """A plain model needs no block."""
+    return outsize.gathered(model, modify=True) if model is pair.model else nullcontext()
 
 
 def test_values_inside_are_those_before_prepare(pair: Pair) -> None:
@@ -59,16 +65,12 @@ def test_it_takes_a_module_a_parameter_or_several(workshop: Workshop, what: str)
 
 def test_modifications_are_stored(pair: Pair) -> None:
     pair.train(batches(2))
-    with torch.no_grad():
-        pair.plain.head.weight.fill_(0.25)
-        pair.plain.blocks[1].up.bias.add_(1.0)
-        nn.init.ones_(pair.plain.blocks[2].norm.weight)
-        pair.plain.blocks[0].up.weight[3, :] = 7.0
-    with torch.no_grad(), outsize.gathered(pair.model, modify=True):
-        pair.model.head.weight.fill_(0.25)
-        pair.model.blocks[1].up.bias.add_(1.0)
-        nn.init.ones_(pair.model.blocks[2].norm.weight)
-        pair.model.blocks[0].up.weight[3, :] = 7.0
+    for model, _ in pair.both:
+        with torch.no_grad(), modifying(model, pair):
+            model.head.weight.fill_(0.25)
+            model.blocks[1].up.bias.add_(1.0)
+            nn.init.ones_(model.blocks[2].norm.weight)
+            model.blocks[0].up.weight[3, :] = 7.0
     prepared(pair.model).engine.streamer.drop_idle()
     pair.check()
     pair.train(batches(3))
@@ -77,12 +79,8 @@ def test_modifications_are_stored(pair: Pair) -> None:
 def test_modifications_between_backward_and_step_are_the_base_of_the_step(pair: Pair) -> None:
     for model, optimizer in pair.both:
         squared_error(model, batches(1)[0]).backward()
-        if model is pair.model:
-            with torch.no_grad(), outsize.gathered(model.head, modify=True):
-                model.head.weight.mul_(2)
-        else:
-            with torch.no_grad():
-                model.head.weight.mul_(2)
+        with torch.no_grad(), modifying(model, pair):
+            model.head.weight.mul_(2)
         optimizer.step()
         optimizer.zero_grad()
     pair.train(batches(2))
@@ -133,18 +131,6 @@ def test_training_inside_a_block_works(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute", "selective", "offload", "auto"])
-def test_the_backward_of_a_forward_inside_may_come_after_the_block(workshop: Workshop, activations: str) -> None:
-    pair = workshop.pair(activations=activations)
-    batch = batches(1)[0]
-    for model, optimizer in pair.both:
-        with outsize.gathered(pair.model):
-            loss = squared_error(model, batch)
-        loss.backward()
-        optimizer.step()
-    pair.check()
-
-
-@pytest.mark.parametrize("activations", ["keep", "recompute", "selective", "offload", "auto"])
 def test_the_backward_of_a_forward_outside_may_come_inside_a_block(workshop: Workshop, activations: str) -> None:
     pair = workshop.pair(activations=activations)
     batch = batches(1)[0]
@@ -189,9 +175,17 @@ class Slope(nn.Module):
         return torch.func.grad(lambda y: self.inner(y).square().sum())(x)
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-def test_a_forward_that_uses_torch_func_runs_inside(workshop: Workshop, activations: str) -> None:
-    pair = workshop.pair(lambda: nn.Sequential(Slope(), nn.Linear(16, 4)), activations=activations)
+@pytest.mark.parametrize(
+    ("build", "activations"),
+    [
+        *((Stack, activations) for activations in ("keep", "recompute", "selective", "offload", "auto")),
+        *((lambda: nn.Sequential(Slope(), nn.Linear(16, 4)), activations) for activations in ("keep", "recompute")),
+    ],
+)
+def test_the_backward_of_a_forward_inside_may_come_after_the_block(
+    workshop: Workshop, build: Callable[[], nn.Module], activations: str
+) -> None:
+    pair = workshop.pair(build, activations=activations)
     batch = batches(1)[0]
     for model, optimizer in pair.both:
         with outsize.gathered(pair.model):
@@ -245,8 +239,10 @@ def test_a_view_kept_from_inside_raises_outside(workshop: Workshop) -> None:
         kept = model.blocks[0].up.weight.detach()
         row = model.blocks[0].up.weight[0]
     for view in (kept, row):
-        with pytest.raises(RuntimeError, match="at rest"):
+        with pytest.raises(RuntimeError, match=r"'blocks.0.up.weight' is at rest"):
             view.sum()
+    with outsize.gathered(model):
+        row.sum()
 
 
 def test_optimizer_state_may_be_read_inside(pair: Pair) -> None:
@@ -280,8 +276,7 @@ def test_a_backward_after_a_modification_is_refused_as_in_torch(
     pair = workshop.pair(tier=tier, activations=activations)
     for model, _ in pair.both:
         loss = squared_error(model, batches(1)[0])
-        block = outsize.gathered(model.head, modify=True) if model is pair.model else torch.no_grad()
-        with block, torch.no_grad():
+        with torch.no_grad(), modifying(model, pair):
             model.head.weight.mul_(2)
         with pytest.raises(RuntimeError, match="modified"):
             loss.backward()
@@ -295,8 +290,7 @@ def test_a_backward_after_a_modification_of_what_it_does_not_use_is_right(worksh
     pair = workshop.pair(tier=tier, activations="keep")
     for model, _ in pair.both:
         loss = squared_error(model, batches(1)[0])
-        block = outsize.gathered(model, modify=True) if model is pair.model else torch.no_grad()
-        with block, torch.no_grad():
+        with torch.no_grad(), modifying(model, pair):
             model.head.bias.mul_(2)
         loss.backward()
     assert_same_gradients(pair.model, pair.plain)
@@ -397,16 +391,6 @@ def test_accelerate_saves_and_loads_a_model_inside(workshop: Workshop, tmp_path:
     with outsize.gathered(pair.model, modify=True):
         accelerator.load_state(str(tmp_path / "state"))
     pair.check(atol=0)
-
-
-def test_a_view_taken_inside_is_refused_after_the_block(workshop: Workshop) -> None:
-    model = workshop.pair().model
-    with outsize.gathered(model):
-        row = model.head.weight[0]
-    with pytest.raises(RuntimeError, match=r"'head.weight' is at rest"):
-        row.sum()
-    with outsize.gathered(model):
-        row.sum()
 
 
 def test_a_deep_copy_made_inside_is_a_plain_model(workshop: Workshop, tier: str) -> None:

@@ -17,7 +17,22 @@ from outsize.checkpoint.manifest import sealed
 from outsize.optim.choice import rule_for
 from outsize.optim.rows import LazyAdamWRule, RowwiseAdagradRule
 from outsize.optim.streamed import StreamedRule
-from tests.conftest import KINDS, TIERS, Pair, Stack, Workshop, batches, squared_error, train, weights
+from tests.api.checkpoint_runs import everything
+from tests.conftest import (
+    KINDS,
+    TIERS,
+    Pair,
+    Stack,
+    Workshop,
+    assert_same,
+    assert_same_state,
+    batches,
+    exact_masters,
+    squared_error,
+    train,
+    weights,
+)
+from tests.run.test_third_party import Plain
 
 OPTIM = torch.optim
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -42,42 +57,31 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-class Lion(torch.optim.Optimizer):
+class Lion(Plain):
     """A third-party optimizer (Chen et al. 2023) with its own state name and no regard for outsize."""
 
-    def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.99)) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas})
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=1e-3, betas=(0.9, 0.99))
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                if not state:
-                    state["momentum"] = torch.zeros_like(param)
-                    state["count"] = 0
-                state["count"] += 1
-                beta1, beta2 = group["betas"]
-                direction = state["momentum"].mul(beta1).add(param.grad, alpha=1 - beta1).sign_()
-                param.add_(direction, alpha=-group["lr"] / state["count"])
-                state["momentum"].mul_(beta2).add_(param.grad, alpha=1 - beta2)
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        state = self.state[param]
+        if not state:
+            state.update(momentum=torch.zeros_like(param), count=0)
+        state["count"] += 1
+        beta1, beta2 = group["betas"]
+        direction = state["momentum"].mul(beta1).add(grad, alpha=1 - beta1).sign_()
+        state["momentum"].mul_(beta2).add_(grad, alpha=1 - beta2)
+        return direction / state["count"]
 
 
-class Layerwise(torch.optim.Optimizer):
+class Layerwise(Plain):
     """Scales each parameter's step by the parameter's norm, as LAMB and LARS do."""
 
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=1e-2)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    trust = param.norm() / param.grad.norm().clamp(min=1e-6)
-                    param.sub_(param.grad * trust * group["lr"])
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        return grad * param.norm() / grad.norm().clamp(min=1e-6)
 
 
 class Trusting(Layerwise):
@@ -85,82 +89,47 @@ class Trusting(Layerwise):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None and group.get("momentum"):
-                    state = self.state[param]
-                    momentum = state.setdefault("momentum", torch.zeros_like(param))
-                    param.grad = momentum.mul_(group["momentum"]).add_(param.grad).clone()
+        for group, param in self.stepped():
+            if group.get("momentum"):
+                momentum = self.state[param].setdefault("momentum", torch.zeros_like(param))
+                param.grad = momentum.mul_(group["momentum"]).add_(param.grad).clone()
         super().step()
 
 
-class Sometimes(torch.optim.Optimizer):
+class Sometimes(Plain):
     """Plain descent, by the unit vector of the gradient where the group trusts it."""
 
     elementwise = True  # as long as no group does
 
     def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 1e-2, "trust": False})
+        super().__init__(params, lr=1e-2, trust=False)
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.sub_(group["lr"] * (param.grad / param.grad.norm() if group["trust"] else param.grad))
+        super().step()
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        return grad / grad.norm() if group["trust"] else grad
 
 
-class Lamb(torch.optim.Optimizer):
+class Lamb(Plain):
     """LAMB (You et al. 2020): Adam's direction, scaled by the norms of the parameter and of the direction."""
 
-    def __init__(self, params: Any, lr: float = 1e-2, betas: tuple[float, float] = (0.9, 0.999)) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas})
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=1e-2, betas=(0.9, 0.999))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        for group in self.param_groups:
+        for group, param in self.stepped():
             beta1, beta2 = group["betas"]
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                if not state:
-                    state.update(step=0, exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
-                state["step"] += 1
-                state["exp_avg"].mul_(beta1).add_(param.grad, alpha=1 - beta1)
-                state["exp_avg_sq"].mul_(beta2).addcmul_(param.grad, param.grad, value=1 - beta2)
-                update = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-6)
-                trust = param.norm() / update.norm().clamp(min=1e-6)
-                param.data = param.data - group["lr"] * trust * update  # as much third-party code has it
-
-
-class Coupled(torch.optim.Optimizer):
-    """Normalises the gradients of all parameters together."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 1e-2})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
-        norm = torch.stack([param.grad.norm() for param in params]).norm()  # type: ignore[union-attr]
-        for param in params:
-            param.sub_(param.grad / norm)  # type: ignore[operator]
-
-
-class Counting(torch.optim.Optimizer):
-    """Keeps in its param_groups what it estimates from all parameters, as Prodigy does."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 1e-2, "count": 0})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
-        for group in self.param_groups:
-            group["count"] += sum(float(param.grad.abs().sum()) for param in group["params"] if param.grad is not None)
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.sub_(param.grad * group["lr"])
+            state = self.state[param]
+            if not state:
+                state.update(step=0, exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
+            state["step"] += 1
+            state["exp_avg"].mul_(beta1).add_(param.grad, alpha=1 - beta1)
+            state["exp_avg_sq"].mul_(beta2).addcmul_(param.grad, param.grad, value=1 - beta2)
+            update = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-6)
+            trust = param.norm() / update.norm().clamp(min=1e-6)
+            param.data = param.data - group["lr"] * trust * update  # as much third-party code has it
 
 
 OPTIMIZERS["Lion of a third party"] = lambda params: Lion(params)
@@ -181,12 +150,7 @@ def test_it_trains_as_in_torch(workshop: Workshop, tier: str, name: str) -> None
 def test_its_state_reads_as_torch_would_show_it(workshop: Workshop, name: str) -> None:
     pair = workshop.pair(lambda: Stack(depth=2), lambda model: OPTIMIZERS[name](model.parameters()), "squeezed")
     pair.train(batches(3))
-    mine, theirs = pair.optimizer.state_dict()["state"], pair.plain_optimizer.state_dict()["state"]
-    assert mine.keys() == theirs.keys()
-    for index, entry in theirs.items():
-        assert mine[index].keys() == entry.keys()
-        for key, value in entry.items():
-            torch.testing.assert_close(torch.as_tensor(mine[index][key]), torch.as_tensor(value), rtol=1e-4, atol=1e-6)
+    assert_same_state(pair)
 
 
 @pytest.mark.parametrize("name", ["SGD momentum", "Adagrad", "RMSprop", "ASGD"])
@@ -206,34 +170,28 @@ def test_its_existing_state_is_taken_over(workshop: Workshop, name: str) -> None
 @pytest.mark.parametrize("name", ["Adagrad", "SGD momentum", "Lion of a third party"])
 def test_bf16_weights_keep_exact_masters(workshop: Workshop, name: str) -> None:
     """Steps far below bf16's resolution add up."""
-    model = nn.Linear(16, 16, bias=False)
-    with torch.no_grad():
-        model.weight.fill_(1.0)
-    optimizer = OPTIMIZERS[name](model.parameters())
-    optimizer.param_groups[0]["lr"] = 1e-5
-    workshop.prepare(model, optimizer, "disk", compute_dtype=torch.bfloat16)
-    plain = nn.Linear(16, 16, bias=False)
-    with torch.no_grad():
-        plain.weight.fill_(1.0)
-    reference = OPTIMIZERS[name](plain.parameters())
-    reference.param_groups[0]["lr"] = 1e-5
+
+    def ones() -> nn.Module:
+        model = nn.Linear(16, 16, bias=False)
+        nn.init.ones_(model.weight)
+        return model
+
+    def slow(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = OPTIMIZERS[name](model.parameters())
+        optimizer.param_groups[0]["lr"] = 1e-5
+        return optimizer
+
+    pair = workshop.pair(ones, slow, "disk", compute_dtype=torch.bfloat16)
     for _ in range(3):
-        for each in (model, plain):
-            each.weight.grad = torch.ones(16, 16, dtype=each.weight.dtype)
-        optimizer.step()
-        reference.step()
-    unit = outsize.api.assemble.prepared_of(model.weight).engine.parameters.units[0]
-    with outsize.gathered(model):
-        high = model.weight.detach().clone().as_subclass(Tensor)
-    unit.await_written()
-    low = unit.shard.read_array(unit.shard.arrays["master"], 0, 256).view(16, 16)
-    master = ((high.view(torch.int16).int() << 16) + low.int().to(high.device)).view(torch.float32)
-    torch.testing.assert_close(master, plain.weight.data, rtol=0, atol=1e-7)
+        for model, optimizer in pair.both:
+            model.weight.grad = torch.ones(16, 16, dtype=model.weight.dtype)
+            optimizer.step()
+    master = exact_masters(pair.model)["weight"]
+    torch.testing.assert_close(master, pair.plain.weight.data, rtol=0, atol=1e-7)
     assert not torch.equal(master, torch.ones(16, 16))
 
 
-@pytest.mark.parametrize("kind", ["float64"])
-def test_fp64_parameters_have_fp64_state(workshop: Workshop, tier: str, kind: str) -> None:
+def test_fp64_parameters_have_fp64_state(workshop: Workshop, tier: str) -> None:
     pair = workshop.pair(lambda: Stack(depth=2).double(), tier=tier)
     pair.train([(x.double(), y.double()) for x, y in batches(4)], clip=1.0, rel=1e-12, atol=1e-12)
 
@@ -261,11 +219,7 @@ if hasattr(optim, "Muon"):
 def test_one_that_needs_whole_parameters_gets_them(workshop: Workshop, tier: str, name: str) -> None:
     pair = workshop.pair(lambda: Stack(depth=2), lambda model: WHOLE[name](model.parameters()), tier)
     pair.train(batches(3), clip=1.0, rel=2e-6)
-    mine, theirs = pair.optimizer.state_dict()["state"], pair.plain_optimizer.state_dict()["state"]
-    assert mine.keys() == theirs.keys()
-    for index, entry in theirs.items():
-        for key, value in entry.items():
-            torch.testing.assert_close(torch.as_tensor(mine[index][key]), torch.as_tensor(value), rtol=1e-4, atol=1e-6)
+    assert_same_state(pair)
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -282,23 +236,11 @@ def test_whole_parameters_of_bf16_have_exact_masters_and_the_same_bits_on_every_
         found.append((trace.losses, weights(model)))
     for losses, values in found[1:]:
         assert losses == found[0][0]
-        assert all(torch.equal(values[name], value) for name, value in found[0][1].items())
+        assert_same(values, found[0][1])
 
 
 def test_a_parameter_larger_than_the_staging_arena_is_updated_whole(workshop: Workshop) -> None:
     workshop.pair(wide, adafactor, "disk", host_memory="2MiB").train(batches(3))
-
-
-def test_whole_state_survives_a_checkpoint(workshop: Workshop) -> None:
-    pair = workshop.pair(lambda: Stack(depth=2), lambda model: OPTIM.Adafactor(model.parameters(), lr=1e-2), "disk")
-    pair.train(batches(3))
-    outsize.save(workshop.disk.parent / "ckpt", pair.model, pair.optimizer)
-    again = workshop.pair(lambda: Stack(depth=2), lambda model: OPTIM.Adafactor(model.parameters(), lr=1e-2), "host")
-    outsize.load(workshop.disk.parent / "ckpt", again.model, again.optimizer)
-    expected = train(pair.model, pair.optimizer, batches(3))
-    assert train(again.model, again.optimizer, batches(3)).losses == expected.losses
-    ours, theirs = weights(again.model), weights(pair.model)
-    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
 
 
 def wide() -> nn.Module:
@@ -310,20 +252,18 @@ def adafactor(model: nn.Module) -> torch.optim.Optimizer:
     return OPTIM.Adafactor(model.parameters(), lr=1e-2)
 
 
-def test_large_factored_state_survives_a_checkpoint_on_another_tier(workshop: Workshop, tier: str) -> None:
-    pair = workshop.pair(wide, adafactor, "disk")
+@pytest.mark.parametrize("build", [Stack, wide])
+def test_factored_state_survives_a_checkpoint_on_another_tier(
+    workshop: Workshop, tier: str, build: Callable[[], nn.Module]
+) -> None:
+    pair = workshop.pair(build, adafactor, "disk")
     pair.train(batches(3))
     outsize.save(workshop.disk.parent / "ckpt", pair.model, pair.optimizer)
-    again = workshop.pair(wide, adafactor, tier)
+    again = workshop.pair(build, adafactor, tier)
     outsize.load(workshop.disk.parent / "ckpt", again.model, again.optimizer)
     expected = train(pair.model, pair.optimizer, batches(3))
     assert train(again.model, again.optimizer, batches(3)).losses == expected.losses
-    ours, theirs = weights(again.model), weights(pair.model)
-    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
-    mine, state = again.optimizer.state_dict()["state"], pair.optimizer.state_dict()["state"]
-    assert all(
-        torch.equal(mine[at][key].cpu(), value.cpu()) for at, entry in state.items() for key, value in entry.items()
-    )
+    assert_same(everything(again.model, again.optimizer), everything(pair.model, pair.optimizer))
 
 
 def test_numpy_reads_large_factored_state(workshop: Workshop) -> None:
@@ -369,27 +309,8 @@ def test_large_factored_state_that_cannot_be_is_refused_before_it_is_read(
     with pytest.raises(ValueError, match=f"damaged.*{reason}"):
         outsize.load(folder, pair.model, pair.optimizer)
     assert sum(read) <= 2 * content["files"]["model.bin"]["bytes"]  # the generators' states lie there too
-    assert all(torch.equal(value, before[name]) for name, value in weights(pair.model).items())
+    assert_same(weights(pair.model), before)
     pair.train(batches(1))
-
-
-REFUSED: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
-    "LBFGS": (lambda params: OPTIM.LBFGS(params), "closure"),
-    "Coupled": (lambda params: Coupled(params), "depends on the others"),
-    "Counting": (lambda params: Counting(params), "changes of its param_groups .* depends on the parameters"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_one_that_can_do_neither_is_refused_with_the_reason_and_nothing_is_changed(
-    workshop: Workshop, name: str
-) -> None:
-    model = Stack(depth=2)
-    make, reason = REFUSED[name]
-    with pytest.raises(ValueError, match=rf"{name} can run neither on pieces .*{reason}"):
-        outsize.prepare(model, make(model.parameters()), **workshop.fields("disk"))
-    assert all(type(param) is nn.Parameter for param in model.parameters())
-    squared_error(model, batches(1)[0]).backward()
 
 
 def test_trying_an_optimizer_leaves_the_random_numbers_alone(workshop: Workshop) -> None:
@@ -405,58 +326,47 @@ def test_trying_an_optimizer_leaves_the_random_numbers_alone(workshop: Workshop)
 # -- options that come after prepare ---------------------------------------------------------------------------------
 
 
-def by_cycle(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, 10)
+def rmsprop(model: nn.Module) -> torch.optim.Optimizer:
+    return OPTIM.RMSprop(model.blocks.parameters(), lr=1e-3)  # type: ignore[union-attr]
 
 
 def by_group(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     optimizer.add_param_group({"params": model.head.parameters(), "momentum": 0.9})  # type: ignore[union-attr, dict-item]
 
 
-LATER: dict[str, Callable[[torch.optim.Optimizer, nn.Module], None]] = {
-    "momentum": lambda optimizer, _: optimizer.param_groups[0].update(momentum=0.9),
-    "centered": lambda optimizer, _: optimizer.param_groups[0].update(centered=True),
-    "OneCycleLR": by_cycle,
-    "add_param_group": by_group,
+def option(**values: Any) -> Callable[[torch.optim.Optimizer, nn.Module], None]:
+    return lambda optimizer, _: optimizer.param_groups[0].update(values)
+
+
+NEW_ARRAY = "set the option .*"
+LATER: dict[str, tuple[Any, Callable[[torch.optim.Optimizer, nn.Module], object], str]] = {
+    "SGD momentum": (lambda model: OPTIM.SGD(model.parameters(), lr=0.1), option(momentum=0.9), NEW_ARRAY),
+    "AdamW amsgrad": (lambda model: OPTIM.AdamW(model.parameters(), lr=0.1), option(amsgrad=True), NEW_ARRAY),
+    "momentum": (rmsprop, option(momentum=0.9), NEW_ARRAY),
+    "centered": (rmsprop, option(centered=True), NEW_ARRAY),
+    "OneCycleLR": (rmsprop, lambda optimizer, _: optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, 10), NEW_ARRAY),
+    "add_param_group": (rmsprop, by_group, NEW_ARRAY),
+    "trust": (lambda model: Sometimes(model.parameters()), option(trust=True), "Sometimes needs whole parameters.*"),
 }
 
 
 @pytest.mark.parametrize("how", LATER)
-@pytest.mark.parametrize("tier", ["device", "squeezed"])
-def test_a_streamed_optimizer_that_needs_a_new_array_is_refused_before_anything_changes(
+def test_an_option_that_cannot_be_served_is_refused_before_anything_changes(
     workshop: Workshop, tier: str, how: str
 ) -> None:
-    def rmsprop(model: nn.Module) -> torch.optim.Optimizer:
-        return OPTIM.RMSprop(model.blocks.parameters(), lr=1e-3)  # type: ignore[union-attr]
-
-    pair = workshop.pair(optimizer=rmsprop, tier=tier)
+    make, change, reason = LATER[how]
+    pair = workshop.pair(optimizer=make, tier=tier)
     pair.train(batches(1))
-    before = weights(pair.model)
-    LATER[how](pair.optimizer, pair.model)
+    before, options = weights(pair.model), {**pair.optimizer.param_groups[0]}
+    change(pair.optimizer, pair.model)
     squared_error(pair.model, batches(1)[0]).backward()
-    with pytest.raises(RuntimeError, match=r"set the option .* before prepare. Nothing was updated"):
+    with pytest.raises(RuntimeError, match=f"{reason} before prepare. Nothing was updated"):
         pair.optimizer.step()
-    assert all(torch.equal(value, before[name]) for name, value in weights(pair.model).items())
+    assert_same(weights(pair.model), before)
     pair.optimizer.zero_grad()
     del pair.optimizer.param_groups[1:]
-    pair.optimizer.param_groups[0].update(momentum=0, centered=False, lr=1e-3)
+    pair.optimizer.param_groups[0].update(options)
     pair.plain_optimizer.zero_grad()
-    pair.train(batches(2))
-
-
-def test_an_option_that_needs_whole_parameters_is_refused_before_anything_changes(
-    workshop: Workshop, tier: str
-) -> None:
-    pair = workshop.pair(optimizer=lambda model: Sometimes(model.parameters()), tier=tier)
-    pair.train(batches(1))
-    before = weights(pair.model)
-    pair.optimizer.param_groups[0]["trust"] = True
-    squared_error(pair.model, batches(1)[0]).backward()
-    with pytest.raises(RuntimeError, match=r"Sometimes needs whole parameters.* before prepare. Nothing was updated"):
-        pair.optimizer.step()
-    assert all(torch.equal(value, before[name]) for name, value in weights(pair.model).items())
-    pair.optimizer.zero_grad()
-    pair.optimizer.param_groups[0]["trust"] = False
     pair.train(batches(2))
 
 

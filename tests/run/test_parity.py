@@ -15,9 +15,11 @@ from tests.conftest import (
     Stack,
     Workshop,
     adamw,
+    assert_same,
+    assert_same_gradients,
+    assert_same_state,
     batches,
     exact_masters,
-    gradients,
     squared_error,
     train,
     weights,
@@ -42,14 +44,13 @@ def test_all_mixtures_of_tiers_give_the_same_bits(workshop: Workshop) -> None:
     _, trace, values = runs[0]
     for places, other, other_values in runs[1:]:
         assert other == trace, places
-        assert all(torch.equal(other_values[name], value) for name, value in values.items()), places
+        assert_same(other_values, values)
 
 
 def test_a_squeezed_disk_gives_the_bits_of_the_device(workshop: Workshop) -> None:
     device, disk = workshop.pair(tier=workshop.exact_tiers[0]), workshop.pair(tier="squeezed")
     assert device.train(batches(6), clip=0.5) == disk.train(batches(6), clip=0.5)
-    expected = weights(device.model)
-    assert all(torch.equal(expected[name], value) for name, value in weights(disk.model).items())
+    assert_same(weights(disk.model), weights(device.model))
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
@@ -150,23 +151,26 @@ def test_a_model_without_an_optimizer_gives_outputs_and_gradients(workshop: Work
     plain = Stack()
     model = copy.deepcopy(plain)
     workshop.prepare(model, None, tier)
-    batch = batches(1)[0]
     for each in (plain, model):
-        squared_error(each, batch).backward()
-    ours, theirs = gradients(model), gradients(plain)
-    for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, rtol=1e-6, atol=1e-8)
+        squared_error(each, batches(1)[0]).backward()
+    assert_same_gradients(model, plain)
 
 
-def test_existing_optimizer_state_is_taken_over(workshop: Workshop, tier: str) -> None:
+@pytest.mark.parametrize("loaded", ["before", "after"])
+def test_a_state_dict_that_is_loaded_before_or_after_prepare_is_used(
+    workshop: Workshop, tier: str, loaded: str
+) -> None:
     torch.manual_seed(0)
     plain = Stack()
     optimizer = adamw(plain)
     train(plain, optimizer, batches(3))
     model = copy.deepcopy(plain)
     again = adamw(model)
-    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    if loaded == "before":
+        again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     workshop.prepare(model, again, tier)
+    if loaded == "after":
+        again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     Pair(plain, optimizer, model, again).train(batches(4), clip=0.5)
 
 
@@ -182,27 +186,10 @@ def test_gradients_that_exist_before_prepare_count_in_the_first_step(workshop: W
     pair.train(batches(3), clip=0.5)
 
 
-def test_a_loaded_state_dict_is_used(workshop: Workshop, tier: str) -> None:
-    torch.manual_seed(0)
-    plain = Stack()
-    optimizer = adamw(plain)
-    train(plain, optimizer, batches(3))
-    model = copy.deepcopy(plain)
-    again = adamw(model)
-    workshop.prepare(model, again, tier)
-    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    Pair(plain, optimizer, model, again).train(batches(4), clip=0.5)
-
-
 def test_the_optimizer_state_reads_as_torch_would_show_it(pair: Pair) -> None:
     pair.train(batches(3))
-    mine, theirs = pair.optimizer.state_dict(), pair.plain_optimizer.state_dict()
-    assert mine["param_groups"] == theirs["param_groups"]
-    assert mine["state"].keys() == theirs["state"].keys()
-    for index, entry in theirs["state"].items():
-        assert mine["state"][index].keys() == entry.keys()
-        for name, value in entry.items():
-            torch.testing.assert_close(mine["state"][index][name].cpu(), value.cpu(), rtol=1e-5, atol=1e-7)
+    assert pair.optimizer.state_dict()["param_groups"] == pair.plain_optimizer.state_dict()["param_groups"]
+    assert_same_state(pair, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -297,10 +284,8 @@ def test_bf16_weights_and_masters_are_those_of_masters_kept_by_hand_bit_for_bit(
     optimizer = adamw(model)
     workshop.prepare(model, optimizer, tier, compute_dtype=torch.bfloat16)
     train(model, optimizer, data, clip=0.5)
-    values, found = weights(model), exact_masters(model)
-    for name, value in expected.items():
-        assert torch.equal(values[name], rounded(value)), name
-        assert torch.equal(found[name], value), name
+    assert_same(weights(model), {name: rounded(value) for name, value in expected.items()})
+    assert_same(exact_masters(model), expected)
 
 
 def test_bf16_starts_from_the_fp32_weights_themselves(workshop: Workshop, tier: str) -> None:
@@ -308,8 +293,7 @@ def test_bf16_starts_from_the_fp32_weights_themselves(workshop: Workshop, tier: 
     model = Stack()
     start = weights(model)
     workshop.prepare(model, adamw(model), tier, compute_dtype=torch.bfloat16)
-    for name, value in exact_masters(model).items():
-        assert torch.equal(value, start[name]), name
+    assert_same(exact_masters(model), start)
 
 
 def test_every_tier_gives_the_same_bits_in_bf16(workshop: Workshop) -> None:
@@ -322,4 +306,4 @@ def test_every_tier_gives_the_same_bits_in_bf16(workshop: Workshop) -> None:
     trace, values = results[0]
     for other, other_values in results[1:]:
         assert other == trace
-        assert all(torch.equal(other_values[name], value) for name, value in values.items())
+        assert_same(other_values, values)

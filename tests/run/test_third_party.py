@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import outsize
-from tests.conftest import Stack, Workshop, batches, squared_error, take_step, train, weights
+from tests.conftest import Workshop, batches, squared_error, take_step, train, weights
 
 
 class Plain(torch.optim.Optimizer):
@@ -32,15 +32,6 @@ class Plain(torch.optim.Optimizer):
 
     def direction(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         return grad
-
-
-class Common(Plain):
-    """Counts its steps under a key of its own."""
-
-    def direction(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        common: Any = self.state["common"]  # type: ignore[index]
-        common["count"] = common.get("count", 0) + 1
-        return grad / common["count"]
 
 
 class Clipping(Plain):
@@ -76,14 +67,6 @@ class ByAttribute(Plain):
         return grad * param.lr_scale
 
 
-class Marking(Plain):
-    """Hangs what it learns on the parameters."""
-
-    def direction(self, group: dict[str, Any], param: Any, grad: torch.Tensor) -> torch.Tensor:
-        param.count = getattr(param, "count", 0) + 1
-        return grad / param.count
-
-
 class Masked(Plain):
     """Keeps masks, signs and a narrow average for each element."""
 
@@ -99,24 +82,6 @@ class Masked(Plain):
         return grad * state["seen"] + state["signs"].float() * 1e-3 + state["average"].float()
 
 
-class Wide(Plain):
-    """Keeps an array that fp32 does not hold."""
-
-    def direction(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        state = self.state[param]
-        if not state:
-            state["count"] = torch.full_like(param, 2**24, dtype=group["dtype"])
-        state["count"] += 1
-        return grad * (state["count"] - 2**24)
-
-
-class Noisy(Plain):
-    """Langevin dynamics."""
-
-    def direction(self, group: dict[str, Any], param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        return grad + torch.randn_like(grad) * 0.01
-
-
 class Failing(Plain):
     """Raises in a later step, at a parameter in the middle."""
 
@@ -126,26 +91,6 @@ class Failing(Plain):
         if state["count"] == 5 and param.numel() == 640 and not torch.equal(grad, param):
             raise ArithmeticError("no way on")
         return grad
-
-
-REFUSED: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
-    "Common": (Common, "keeps state under 'common', which is no parameter"),
-    "Marking": (Marking, "sets attributes of its parameters .'count'"),
-    "int64": (lambda params: Wide(params, dtype=torch.int64), "it keeps 'count' as int64 for each element"),
-    "float64": (lambda params: Wide(params, dtype=torch.float64), "it keeps 'count' as float64 for each element"),
-    "Noisy": (Noisy, "draws random numbers"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_one_that_would_compute_something_else_is_refused_with_the_reason(workshop: Workshop, name: str) -> None:
-    model = Stack(depth=2)
-    make, reason = REFUSED[name]
-    before = torch.get_rng_state()
-    with pytest.raises(ValueError, match=f"can run neither on pieces .*{reason}"):
-        outsize.prepare(model, make(model.parameters()), **workshop.fields("disk"))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert all(type(param) is nn.Parameter for param in model.parameters())
 
 
 class Tall(nn.Module):
