@@ -416,6 +416,14 @@ def assert_same(found: Mapping[Any, Tensor], expected: Mapping[Any, Tensor]) -> 
     ] == []
 
 
+def assert_same_runs(runs: Iterable[tuple[Any, Mapping[Any, Tensor]]]) -> None:
+    """What each showed (losses, a trace) and what it came to have: all as of the first."""
+    (shown, values), *others = runs
+    for other, found in others:
+        assert other == shown
+        assert_same(found, values)
+
+
 def assert_same_state(pair: "Pair", rtol: float = 1e-4, atol: float = 1e-6) -> None:
     """The optimizers' states have the same entries, and near values."""
     mine, theirs = pair.optimizer.state_dict()["state"], pair.plain_optimizer.state_dict()["state"]

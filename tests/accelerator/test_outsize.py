@@ -26,6 +26,7 @@ from tests.conftest import (
     Workshop,
     adamw,
     assert_same,
+    assert_same_runs,
     batches,
     prepared,
     squared_error,
@@ -233,9 +234,7 @@ def test_when_copies_run_changes_nothing(workshop: Workshop, manner: str) -> Non
                 tiers = ("device", "host", "disk") if place == "mixed" else (place,) * 3
                 found.append(in_a_manner(workshop, manner, tiers))
             gc.collect()
-    for losses, shown in found[1:]:
-        assert losses == found[0][0]
-        assert_same(shown, found[0][1])
+    assert_same_runs(found)
 
 
 # -- streams ---------------------------------------------------------------------------------------------------------
@@ -340,7 +339,7 @@ def test_a_checkpoint_is_of_its_instant_whatever_follows(
     expected = train(model, optimizer, data[2:]).losses
     saving.wait()
     outsize.load(workshop.disk.parent / "ckpt", model, optimizer)
-    assert all(torch.equal(value, then[name]) for name, value in values(model).items())
+    assert_same(values(model), then)
     assert train(model, optimizer, data[2:]).losses == expected
 
 
@@ -387,7 +386,7 @@ def test_a_resumed_run_draws_the_random_numbers_of_the_device_again(sim: Any, wo
     second.scaler.load_state_dict(outsize.load(folder, second.model, second.optimizer)["scaler"])
     assert second.train(batches(6)[3:]) == expected
     mine, theirs = values(second.model), values(first.model)
-    assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
+    assert_same(mine, theirs)
 
 
 class Tally(nn.Module):

@@ -24,7 +24,7 @@ from benchmarks.common import PeakRss, rss_bytes
 from outsize.api.counter import Counter
 from outsize.api.simulated import PARAMETER_SECONDS
 from outsize.planning.machine import Machine, typical_machine
-from tests.conftest import KINDS, Workshop, squared_error, train
+from tests.conftest import KINDS, Workshop, assert_same, squared_error, train
 
 FAST = 1e18
 RATE = 1e9
@@ -318,7 +318,7 @@ def test_a_plan_of_this_machine_times_a_step_and_leaves_no_trace() -> None:
     plan = outsize.plan(model, example=example, host_memory="1GiB", device="cpu")
     assert plan.step_seconds >= min(TOOK)
     assert torch.equal(drawn[0], torch.get_rng_state()) and drawn[1] == random.getstate()
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert_same(model.state_dict(), before)
     assert all(param.grad is None for param in model.parameters())
     count = len(TOOK)
     with torch.device("meta"):

@@ -11,7 +11,7 @@ from torch import nn
 
 import outsize
 from outsize.api import releasing
-from tests.conftest import Pair, Stack, Workshop, adamw, batches, squared_error, train, weights
+from tests.conftest import Pair, Stack, Workshop, adamw, assert_same, batches, squared_error, train, weights
 
 
 def assert_plain(pair: Pair, workshop: Workshop) -> None:
@@ -110,7 +110,7 @@ def test_masters_outlive_a_release_in_the_state_dict(workshop: Workshop) -> None
     through.optimizer.load_state_dict(state)
     train(through.model, through.optimizer, data[2:])
     expected = weights(straight.model)
-    assert all(torch.equal(value, expected[name]) for name, value in weights(through.model).items())
+    assert_same(weights(through.model), expected)
 
 
 def test_a_release_without_memory_says_how_much_and_changes_nothing(

@@ -21,7 +21,7 @@ from torch import nn
 import outsize
 from outsize.checkpoint.manifest import sealed
 from outsize.cli import checkpoints, main
-from tests.conftest import take_step
+from tests.conftest import assert_same, take_step
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -112,7 +112,7 @@ def test_export_writes_what_the_model_itself_would_have(dtype: str | None, folde
     found = {key: value for file in out.glob("*.safetensors") for key, value in safetensors.load_file(file).items()}
     assert (out / "model.safetensors.index.json").exists()
     assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert_same(found, expected)
 
 
 def test_export_of_a_damaged_checkpoint_writes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import outsize
-from tests.conftest import assert_same_weights, prepared, weights
+from tests.conftest import assert_same, assert_same_weights, prepared, weights
 from tests.ranks.launching import run_on_ranks
 
 accelerate = pytest.importorskip("accelerate")
@@ -126,7 +126,7 @@ def test_a_state_that_is_loaded_goes_on_bit_for_bit(disk: dict[str, Any], tmp_pa
     accelerator.load_state(str(checkpoint))
     assert shown == [4] * 5  # hooks of the user have all models
     assert loop(accelerator, objects, skip=3) == whole[3:]
-    assert all(torch.equal(value, expected[name]) for name, value in weights(objects[0]).items())
+    assert_same(weights(objects[0]), expected)
     assert torch.equal(again.weight, plain.weight)
     assert_same_weights(second_again, second, atol=0)
     files = {each.name: each.stat().st_size for each in checkpoint.iterdir()}

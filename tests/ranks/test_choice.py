@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import outsize
 from outsize.move.activations import ActivationStore
 from outsize.run import choice
-from tests.conftest import take_step
+from tests.conftest import InTurn, take_step
 from tests.ranks.launching import run_on_ranks
 from tests.ranks.training import same_bits, weights_of
 
@@ -30,11 +30,11 @@ class Layer(nn.Module):
 
     ran: ClassVar[int] = 0
 
-    def __init__(self, model: Layers, speaks: bool) -> None:
+    def __init__(self, counts: list[int], speaks: bool) -> None:
         super().__init__()
         self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.1)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.counts, self.speaks = (model.counts,), speaks
+        self.counts, self.speaks = (counts,), speaks
 
     def forward(self, x: Tensor) -> Tensor:
         self.counts[0][-1] += 1
@@ -44,26 +44,14 @@ class Layer(nn.Module):
         return x + self.drop(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
 
 
-class Layers(nn.Module):
-    def __init__(self, speaks: bool) -> None:
-        super().__init__()
-        self.counts: list[int] = []
-        self.layers = nn.ModuleList([Layer(self, speaks) for _ in range(DEPTH)])
-        self.head = nn.Linear(WIDTH, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
 def run(
     rows: list[list[int]], mesh: tuple[int, ...] = (), speaks: bool = False, holds: int = -1, **fields: Any
 ) -> dict[str, Any]:
     """`rows` of each step, by rank. `holds`: the step after which rank 0 still has a graph."""
     rank = dist.get_rank()
     torch.manual_seed(0)
-    model = Layers(speaks)
+    counts: list[int] = []
+    model = InTurn(lambda: Layer(counts, speaks), DEPTH, (WIDTH, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     at = dict.fromkeys(("params", "grads", "states"), "host")
     if mesh:
@@ -72,12 +60,12 @@ def run(
     torch.manual_seed(rank)
     losses, held = [], None
     for step, count in enumerate(each[rank] for each in rows):
-        model.counts.append(0)
+        counts.append(0)
         loss = model(torch.randn(count, WIDTH)).square().mean()
         loss.backward()
         if step == holds and rank == 0:
             held = model.layers[0](torch.randn(count, WIDTH))
-            model.counts[-1] -= 1
+            counts[-1] -= 1
         if step == holds + 1:
             del held
         optimizer.step()
@@ -85,7 +73,7 @@ def run(
         losses.append(loss.item())
     chosen = outsize.plan(model).activations
     modes = {} if chosen is None else dict(chosen.modes)
-    return {"losses": losses, "weights": weights_of(model), "counts": model.counts, "modes": modes, "chosen": chosen}
+    return {"losses": losses, "weights": weights_of(model), "counts": counts, "modes": modes, "chosen": chosen}
 
 
 def in_all_modes(rows: list[list[int]], fields: dict[str, Any]) -> list[dict[str, Any]]:

@@ -31,6 +31,7 @@ from tests.conftest import (
     Stack,
     Workshop,
     adamw,
+    assert_same,
     assert_same_gradients,
     batches,
     prepared,
@@ -232,7 +233,7 @@ def test_a_default_device_is_of_no_concern(
         other = nn.Sequential(nn.Linear(4, 4, device="cpu"), nn.Linear(4, 4, device="cpu"))
         workshop.prepare(other, torch.optim.RMSprop(other.parameters()), "disk")
     masters, first = load_file(tmp_path / "model" / NAME), load_file(tmp_path / "first" / NAME)
-    assert all(torch.equal(value, first[name]) for name, value in masters.items())
+    assert_same(masters, first)
 
 
 def test_a_fetch_that_finds_no_memory_may_be_tried_again(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:

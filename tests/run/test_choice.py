@@ -17,10 +17,13 @@ from outsize.move.activations import ActivationStore
 from outsize.run import choice
 from tests.conftest import (
     AT_REST_TIERS,
+    InTurn,
     Trace,
     Workshop,
     adamw,
+    assert_same,
     assert_same_gradients,
+    assert_same_runs,
     batches,
     take_step,
     train,
@@ -52,16 +55,10 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
-class Deep(nn.Module):
+class Deep(InTurn):
     def __init__(self, p: float = 0.1) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Residual(number, p) for number in range(DEPTH)])
-        self.head = nn.Linear(WIDTH, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+        numbers = itertools.count()
+        super().__init__(lambda: Residual(next(numbers), p), DEPTH, (WIDTH, 4))
 
 
 def data(count: int, rows: int = ROWS) -> list[tuple[Tensor, Tensor]]:
@@ -71,19 +68,6 @@ def data(count: int, rows: int = ROWS) -> list[tuple[Tensor, Tensor]]:
 def normal(*shape: int) -> Tensor:
     generator = torch.Generator("cpu").manual_seed(0)
     return torch.randn(shape, generator=generator, device="cpu").to(torch.get_default_device())
-
-
-class InTurn(nn.Module):
-    """Three layers of a kind, one after the other."""
-
-    def __init__(self, layer: type[nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([layer() for _ in range(3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 def forwards(model: nn.Module, optimizer: Any, batches: Any) -> list[int]:
@@ -223,11 +207,7 @@ def test_the_bits_are_those_of_keep(workshop: Workshop, tier: str) -> None:
     budget = {"host_memory" if workshop.device == "cpu" else "device_memory": a_third(workshop)}
     if tier == "squeezed":
         budget = {}
-    trace, expected = trained(activations="keep")
-    for fields in ({}, budget):
-        found, values = trained(**fields)
-        assert found == trace
-        assert all(torch.equal(values[name], value) for name, value in expected.items())
+    assert_same_runs(trained(**fields) for fields in ({"activations": "keep"}, {}, budget))
 
 
 @pytest.fixture
@@ -306,7 +286,7 @@ def test_nested_tensors_are_computed_again(workshop: Workshop) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.tanh(self.inner[0](x))
 
-    pair = workshop.pair(lambda: InTurn(Simple), sgd, **ON_HOST)
+    pair = workshop.pair(lambda: InTurn(Simple, head=None), sgd, **ON_HOST)
     for lengths in ((3, 5), (2, 7), (4, 4)):
         rows = [torch.randn(length, WIDTH) for length in lengths]
         losses = []
@@ -445,7 +425,7 @@ def test_products_are_kept_where_only_they_fit(workshop: Workshop, undisturbed: 
             return x + self.two(y)
 
     x = normal(256, 1024)
-    products, build = 3 * 2 * 4 * x.numel(), partial(InTurn, Cheap)
+    products, build = 3 * 2 * 4 * x.numel(), partial(InTurn, Cheap, head=None)
     model, optimizer = prepared(workshop, budget_for(workshop, products, build, 256 << 20), build)
     for _ in range(3):
         take_step(model(x).square().mean(), optimizer)
@@ -471,7 +451,7 @@ class Masks(nn.Module):
 
 
 def test_masks_are_packed_where_that_makes_them_fit(workshop: Workshop, undisturbed: None) -> None:
-    x, build = normal(512, 256), partial(InTurn, Masks)
+    x, build = normal(512, 256), partial(InTurn, Masks, head=None)
     whole, packed = 3 * (4 + 6) * x.numel(), 3 * (4 + 6 // 8 + 1) * x.numel()
 
     def trained(**fields: Any) -> tuple[nn.Module, list[float]]:
@@ -489,7 +469,7 @@ def test_masks_are_packed_where_that_makes_them_fit(workshop: Workshop, undistur
     assert "3 keep it packed" in str(found)
     kept, expected = trained(activations="keep")
     assert losses == expected
-    assert all(torch.equal(weights(kept)[key], value) for key, value in weights(model).items())
+    assert_same(weights(kept), weights(model))
 
 
 class Two(nn.Module):
@@ -504,16 +484,8 @@ class Two(nn.Module):
         return self.two(torch.tanh(self.one(x)))
 
 
-class Six(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Two() for _ in range(DEPTH)])
-        self.head = nn.Linear(WIDTH, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+def six() -> nn.Module:
+    return InTurn(Two, DEPTH, (WIDTH, 4))
 
 
 ON_DISK = {"params": "disk", "grads": "disk", "states": "disk"}
@@ -539,8 +511,8 @@ def trained_on_disk(
     monkeypatch.setattr(choice, "time", clock or Clock())
     monkeypatch.setattr(choice, "_compiles", lambda: True)  # products are no choice
     if workshop.device not in BUDGETS:
-        BUDGETS[workshop.device] = budget_for(workshop, SAVED * 9 // 4, Six, **ON_DISK)
-    model, optimizer = prepared(workshop, BUDGETS[workshop.device], Six, **ON_DISK, **fields)
+        BUDGETS[workshop.device] = budget_for(workshop, SAVED * 9 // 4, six, **ON_DISK)
+    model, optimizer = prepared(workshop, BUDGETS[workshop.device], six, **ON_DISK, **fields)
     counts: list[int] = []
     losses: list[float] = []
     for batch in data(5, rows=1024):
@@ -553,11 +525,6 @@ def trained_on_disk(
     losses.append(torch.nn.utils.get_total_norm([each.grad for each in model.parameters()]).item())
     del loss
     return model, counts, (losses, weights(model))
-
-
-def assert_same(one: tuple[list[float], dict[str, Tensor]], other: tuple[list[float], dict[str, Tensor]]) -> None:
-    assert one[0] == other[0]
-    assert all(torch.equal(other[1][name], value) for name, value in one[1].items())
 
 
 @pytest.mark.parametrize("tier", ["auto", "disk"])
@@ -574,7 +541,7 @@ def test_all_that_layers_save_moves_out_where_that_is_hidden(
     assert report.peak[f"{there}/activations"] == (DEPTH - 1) * SAVED, "the last one stays"
     assert not report.now.get("disk/activations")
     _, _, kept = trained_on_disk(workshop, monkeypatch, 0.0, activations="keep")
-    assert_same(found, kept)
+    assert_same_runs((found, kept))
 
 
 def test_nothing_moves_where_that_takes_longer_than_the_forward(
@@ -603,4 +570,4 @@ def test_what_has_not_been_hidden_when_it_was_tried_is_computed_again(
     assert counts == [2 * DEPTH, DEPTH, *[DEPTH + 2] * 3]
     assert set(chosen(model).modes.values()) == {"keep", "recompute"}
     _, _, kept = trained_on_disk(workshop, monkeypatch, 0.0, activations="keep")
-    assert_same(found, kept)
+    assert_same_runs((found, kept))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import outsize
-from tests.conftest import AT_REST_TIERS, Stack, Workshop, batches, prepared, train, weights
+from tests.conftest import AT_REST_TIERS, Stack, Workshop, assert_same, batches, prepared, train, weights
 
 OPTIMIZERS = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1),
@@ -50,7 +50,7 @@ def test_every_tier_gives_the_same_bits(
         found.append((trace.losses, weights(model), state))
     for losses, values, state in found[1:]:
         assert losses == found[0][0]
-        assert all(torch.equal(values[key], value) for key, value in found[0][1].items())
+        assert_same(values, found[0][1])
         for index, entry in found[0][2].items():
             for key, value in entry.items():
                 assert torch.equal(torch.as_tensor(state[index][key]), torch.as_tensor(value))
@@ -130,7 +130,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(workshop: Workshop, tier: str) -> Non
     )
     outsize.load(workshop.disk.parent / "ckpt", other, again)
     assert train(other, again, data[3:]).losses == expected
-    assert all(torch.equal(value, weights(other)[name]) for name, value in weights(model).items())
+    assert_same(weights(model), weights(other))
 
 
 @pytest.mark.parametrize(("first", "second"), [("exact", "compact"), ("compact", "exact")])
@@ -144,7 +144,7 @@ def test_the_format_may_change_when_a_checkpoint_is_loaded(workshop: Workshop, f
     again = torch.optim.AdamW(other.parameters(), lr=1e-2)
     workshop.prepare(other, again, "squeezed", state_format=second)
     outsize.load(workshop.disk.parent / "ckpt", other, again)
-    assert all(torch.equal(value, weights(other)[name]) for name, value in weights(model).items())
+    assert_same(weights(model), weights(other))
     expected = train(model, optimizer, batches(4, width=24)).losses
     assert train(other, again, batches(4, width=24)).losses == pytest.approx(expected, rel=0.02)
 

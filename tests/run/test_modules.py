@@ -27,6 +27,7 @@ from tests.conftest import (
     Stack,
     Workshop,
     adamw,
+    assert_same,
     batches,
     gradients,
     squared_error,
@@ -614,7 +615,7 @@ def test_weights_are_copies_of_themselves_after_many_kinds_of_forwards(workshop:
         pair.model(x)
         pair.model.blocks[0].up(x)
     after = weights(pair.model)
-    assert all(torch.equal(before[name], value) for name, value in after.items())
+    assert_same(before, after)
     assert all(grad is None for grad in gradients(pair.model).values())
 
 

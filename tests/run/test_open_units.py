@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import outsize
-from tests.conftest import AT_REST_TIERS, Block, Stack, Workshop, adamw, batches, squared_error, take_step
+from tests.conftest import AT_REST_TIERS, Block, InTurn, Stack, Workshop, adamw, batches, squared_error, take_step
 
 
 @pytest.fixture
@@ -148,22 +148,15 @@ class Banked(nn.Module):
         return self.lin(x) + x @ (self.own["a"] @ self.bank["a"])
 
 
-class Banks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        bank = nn.ParameterDict({"a": torch.randn(16, 8)})
-        self.layers = nn.ModuleList([Banked(bank) for _ in range(3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def banks() -> nn.Module:
+    bank = nn.ParameterDict({"a": torch.randn(16, 8)})
+    return InTurn(lambda: Banked(bank), head=None)
 
 
 class Around(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner = Banks()
+        self.inner = banks()
 
     def forward(self, x: Tensor) -> Any:
         return self.inner(x)

@@ -25,6 +25,7 @@ from tests.conftest import (
     Stack,
     Workshop,
     assert_same,
+    assert_same_runs,
     assert_same_state,
     batches,
     exact_masters,
@@ -234,9 +235,7 @@ def test_whole_parameters_of_bf16_have_exact_masters_and_the_same_bits_on_every_
         workshop.prepare(model, optimizer, tier, compute_dtype=torch.bfloat16)
         trace = train(model, optimizer, [(x.bfloat16(), y.bfloat16()) for x, y in batches(3)], clip=1.0)
         found.append((trace.losses, weights(model)))
-    for losses, values in found[1:]:
-        assert losses == found[0][0]
-        assert_same(values, found[0][1])
+    assert_same_runs(found)
 
 
 def test_a_parameter_larger_than_the_staging_arena_is_updated_whole(workshop: Workshop) -> None:

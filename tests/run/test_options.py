@@ -11,7 +11,7 @@ import torch
 from torch import nn, optim
 
 import outsize
-from tests.conftest import Pair, Stack, Workshop, batches, squared_error, train, weights
+from tests.conftest import Pair, Stack, Workshop, assert_same, batches, squared_error, train, weights
 
 MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda params: optim.AdamW(params, lr=1e-2, foreach=False),
@@ -71,7 +71,7 @@ def test_an_option_that_nothing_can_be_computed_with_is_an_error_of_step_and_can
         pair.optimizer.step()
     assert key in str(caught.value)
     assert "param_groups[1]" in str(caught.value)
-    assert all(torch.equal(each, before[name]) for name, each in weights(pair.model).items())
+    assert_same(weights(pair.model), before)
     group[key] = good
     pair.optimizer.step()
     pair.optimizer.zero_grad()
@@ -127,7 +127,7 @@ def test_an_update_in_the_backward_has_looked_at_the_options_before_it_changes_a
     with pytest.raises(ValueError, match=r"'betas' of optimizer.param_groups\[0\] .* not \(1.0, 0.9\)"):
         squared_error(pair.model, batches(1)[0]).backward()
         pair.optimizer.step()
-    assert all(torch.equal(each, before[name]) for name, each in weights(pair.model).items())
+    assert_same(weights(pair.model), before)
     pair.optimizer.param_groups[0]["betas"] = (0.9, 0.999)
     pair.optimizer.zero_grad()
     pair.train(batches(2))
@@ -230,7 +230,7 @@ def test_a_count_that_came_with_a_checkpoint_is_looked_at_by_the_next_step(works
     squared_error(pair.model, batches(1)[0]).backward()
     with pytest.raises(ValueError, match="'head.weight' needs 'step', a count of steps, and has 'x'"):
         pair.optimizer.step()
-    assert all(torch.equal(each, before[name]) for name, each in weights(pair.model).items())
+    assert_same(weights(pair.model), before)
 
 
 # -- entries ---------------------------------------------------------------------------------------------------------

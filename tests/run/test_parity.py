@@ -17,6 +17,7 @@ from tests.conftest import (
     adamw,
     assert_same,
     assert_same_gradients,
+    assert_same_runs,
     assert_same_state,
     batches,
     exact_masters,
@@ -40,11 +41,8 @@ def test_all_mixtures_of_tiers_give_the_same_bits(workshop: Workshop) -> None:
         model = Stack(depth=2)
         optimizer = adamw(model)
         workshop.prepare(model, optimizer, **dict(zip(KINDS, places, strict=True)))
-        runs.append((places, train(model, optimizer, batches(3), clip=0.5), weights(model)))
-    _, trace, values = runs[0]
-    for places, other, other_values in runs[1:]:
-        assert other == trace, places
-        assert_same(other_values, values)
+        runs.append((train(model, optimizer, batches(3), clip=0.5), weights(model)))
+    assert_same_runs(runs)
 
 
 def test_a_squeezed_disk_gives_the_bits_of_the_device(workshop: Workshop) -> None:
@@ -303,7 +301,4 @@ def test_every_tier_gives_the_same_bits_in_bf16(workshop: Workshop) -> None:
         data = [(x.bfloat16(), y.bfloat16()) for x, y in batches(6)]
         trace = train(pair.model, pair.optimizer, data, clip=0.5)
         results.append((trace, exact_masters(pair.model)))
-    trace, values = results[0]
-    for other, other_values in results[1:]:
-        assert other == trace
-        assert_same(other_values, values)
+    assert_same_runs(results)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from outsize.run import positions
-from tests.conftest import TIERS, Pair, Product, Workshop, assert_same_gradients, sgd
+from tests.conftest import TIERS, InTurn, Pair, Product, Workshop, assert_same_gradients, sgd
 
 WIDTH, HIDDEN, POSITIONS = 16, 64, 2048
 """One MLP of these takes 2.2 MiB at least."""
@@ -41,16 +41,9 @@ class Layer(nn.Module):
         return x + self.mlp(self.norm(x)).roll(1, 1)  # so the layer itself has no tiles
 
 
-class Model(nn.Module):
-    def __init__(self, kind: Any = Gated) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Layer(kind()) for _ in range(2)])
-        self.head = nn.Linear(WIDTH, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+def of(kind: Any = Gated) -> nn.Module:
+    """Two layers around such a part, and a head."""
+    return InTurn(lambda: Layer(kind()), 2, (WIDTH, 4))
 
 
 def data(rows: int = 1, count: int = POSITIONS) -> tuple[Tensor, Tensor]:
@@ -59,7 +52,7 @@ def data(rows: int = 1, count: int = POSITIONS) -> tuple[Tensor, Tensor]:
     return values[..., :WIDTH], values[..., WIDTH:]
 
 
-def small(workshop: Workshop, tier: str = "host", build: Any = Model, **fields: Any) -> Pair:
+def small(workshop: Workshop, tier: str = "host", build: Any = of, **fields: Any) -> Pair:
     """A budget below what one MLP takes."""
     budget = {"host_memory": "1MiB"} if workshop.device == "cpu" else {"device_memory": "1MiB"}
     return workshop.pair(build, sgd, tier, **budget, **fields)
@@ -103,7 +96,7 @@ def neox() -> nn.Module:
 def test_they_train_what_the_whole_trains_in_less_than_half_the_memory(
     workshop: Workshop, tier: str, kind: Any
 ) -> None:
-    pair = small(workshop, tier, lambda: Model(kind), activations="keep")
+    pair = small(workshop, tier, lambda: of(kind), activations="keep")
     pair.train([data(), data(2, POSITIONS // 2), data(1, 3), data()])
     whole, tiles = of_step(pair.plain, data()), of_step(pair.model, data())
     assert whole.largest == POSITIONS * HIDDEN
@@ -254,7 +247,7 @@ MIXING = [name[1:].replace("_", " ") for name, of_mixing in vars(Mixing).items()
 
 @pytest.mark.parametrize("way", MIXING)
 def test_what_is_not_position_by_position_runs_whole(workshop: Workshop, way: str) -> None:
-    pair = small(workshop, build=lambda: Model(lambda: Mixing(way)), activations="keep")
+    pair = small(workshop, build=lambda: of(lambda: Mixing(way)), activations="keep")
     pair.train([data(), data()])
     assert of_step(pair.model, data()).largest >= POSITIONS * HIDDEN
 
@@ -276,7 +269,7 @@ def test_a_module_with_several_arguments_or_results_runs_whole(workshop: Worksho
         def forward(self, x: Tensor) -> Tensor:
             return self.takes(self.pairs(x)[0], y=x.mean(1, keepdim=True))
 
-    pair = small(workshop, build=lambda: Model(Both), activations="keep")
+    pair = small(workshop, build=lambda: of(Both), activations="keep")
     pair.train([data(), data()])
     assert of_step(pair.model, data()).largest == POSITIONS * HIDDEN
 
@@ -293,7 +286,7 @@ def test_a_budget_that_holds_a_call_cuts_nothing(workshop: Workshop, monkeypatch
     monkeypatch.setattr(positions, "_bytes_of_position", watch)
     for budget, calls in (("6MiB", 4), ("64MiB", 4)):
         field = "host_memory" if workshop.device == "cpu" else "device_memory"
-        pair = workshop.pair(Model, sgd, "host", activations="keep", **{field: budget})
+        pair = workshop.pair(of, sgd, "host", activations="keep", **{field: budget})
         pair.train([data(), data()])
         assert len(watched) == calls, "each layer and each MLP, once"
         assert of_step(pair.model, data()).largest == POSITIONS * HIDDEN
@@ -316,7 +309,7 @@ class Shifts(nn.Module):
 def test_results_that_nobody_saves_do_not_count(workshop: Workshop) -> None:
     """All results of a call take 8 MiB, those that last 0.7 MiB: under 2 MiB it runs whole."""
     field = "host_memory" if workshop.device == "cpu" else "device_memory"
-    pair = workshop.pair(lambda: Model(Shifts), sgd, "host", activations="keep", **{field: "2MiB"})
+    pair = workshop.pair(lambda: of(Shifts), sgd, "host", activations="keep", **{field: "2MiB"})
     pair.train([data(), data()])
     assert of_step(pair.model, data()).largest == POSITIONS * HIDDEN
 

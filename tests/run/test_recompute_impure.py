@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import outsize
 from outsize.run import layer_state
 from outsize.run.layer_state import SMALL_BUFFER_BYTES
-from tests.conftest import TIERS, Pair, Workshop, assert_same_gradients, batches, squared_error, take_step
+from tests.conftest import TIERS, InTurn, Pair, Workshop, assert_same_gradients, batches, squared_error, take_step
 
 REFUSED = r"layer 'layers\.0' .* changes its input in place, so it cannot be recomputed.*: pass activations=\"keep\""
 LARGE = SMALL_BUFFER_BYTES // 4 // 16 + 1  # rows of 16 fp32 values
@@ -111,18 +111,12 @@ class LargeAliased(Aliased):
         super().__init__(rows=LARGE)
 
 
-class Passes(nn.Module):
-    """Three layers and a head; `keyword` passes the layers' input by name."""
-
-    def __init__(self, layer: Any = Centre, keyword: str | None = None) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([layer() for _ in range(3)])
-        self.head = nn.Linear(16, 4)
-        self.keyword = keyword
+class ByKeyword(InTurn):
+    """InTurn the layers' input by name."""
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = layer(x) if self.keyword is None else layer(**{self.keyword: x})
+            x = layer(input=x)
         return self.head(x)
 
 
@@ -149,7 +143,7 @@ def check(pair: Pair) -> None:
 def test_layers_that_change_their_buffers_train_as_in_torch(
     workshop: Workshop, layer: type[nn.Module], place: str, activations: str
 ) -> None:
-    pair = workshop.pair(lambda: Passes(layer), tier=place, activations=activations)
+    pair = workshop.pair(lambda: InTurn(layer), tier=place, activations=activations)
     pair.train(batches(5))
     check(pair)
 
@@ -162,13 +156,13 @@ def test_each_of_several_forwards_is_recomputed_from_its_own_buffers(
         first = squared_error(model, batch)
         return first + squared_error(model, (batch[0] * 2, batch[1]))
 
-    pair = workshop.pair(lambda: Passes(layer), tier="host", activations=activations)
+    pair = workshop.pair(lambda: InTurn(layer), tier="host", activations=activations)
     pair.train(batches(4), loss_of=loss_of)
     check(pair)
 
 
 def test_a_graph_can_be_recomputed_twice(workshop: Workshop, activations: str) -> None:
-    pair = workshop.pair(Passes, tier="host", activations=activations)
+    pair = workshop.pair(lambda: InTurn(Centre), tier="host", activations=activations)
     for model, _ in pair.both:
         loss = squared_error(model, batches(1)[0])
         loss.backward(retain_graph=True)
@@ -187,7 +181,7 @@ def test_a_buffer_that_two_modules_share_stays_shared(workshop: Workshop, activa
         def move(self, mean: Tensor) -> None:
             self.mover.mean.mul_(0.9).add_(0.1 * mean)
 
-    pair = workshop.pair(lambda: Passes(Shares), tier="host", activations=activations)
+    pair = workshop.pair(lambda: InTurn(Shares), tier="host", activations=activations)
     pair.train(batches(4))
     check(pair)
     assert all(layer.mean is layer.mover.mean for layer in pair.model.layers)  # type: ignore[union-attr]
@@ -196,7 +190,7 @@ def test_a_buffer_that_two_modules_share_stays_shared(workshop: Workshop, activa
 def test_a_large_buffer_is_not_copied_again_after_a_forward_without_change(
     workshop: Workshop, activations: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = workshop.pair(lambda: Passes(lambda: Centre(rows=LARGE)), tier="host", activations=activations)
+    pair = workshop.pair(lambda: InTurn(lambda: Centre(rows=LARGE)), tier="host", activations=activations)
     large = {id(buffer) for buffer in pair.model.buffers()}
     clone, copied = Tensor.clone, []
 
@@ -213,7 +207,7 @@ def test_a_large_buffer_is_not_copied_again_after_a_forward_without_change(
 
 
 def test_a_large_buffer_whose_values_are_lost_is_an_error(workshop: Workshop, activations: str) -> None:
-    pair = workshop.pair(lambda: Passes(Large), tier="host", activations=activations)
+    pair = workshop.pair(lambda: InTurn(Large), tier="host", activations=activations)
     pair.model.eval()
     squared_error(pair.model, batches(1)[0]).backward()
     pair.model.train()
@@ -229,14 +223,14 @@ def in_place() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("keyword", "activations"),
-    [(None, "recompute"), ("input", "offload"), (None, "selective"), ("input", "auto")],
+    ("kind", "activations"),
+    [(InTurn, "recompute"), (ByKeyword, "offload"), (InTurn, "selective"), (ByKeyword, "auto")],
 )
 def test_a_layer_that_changes_its_input_is_refused_in_the_forward(
-    workshop: Workshop, keyword: str | None, activations: str
+    workshop: Workshop, kind: type[InTurn], activations: str
 ) -> None:
     fields = {"activations": activations, "disk": workshop.disk}
-    pair = workshop.pair(lambda: Passes(in_place, keyword), tier="host", **fields)
+    pair = workshop.pair(lambda: kind(in_place), tier="host", **fields)
     with pytest.raises(RuntimeError, match=REFUSED):
         pair.model(batches(1)[0][0].clone())
     with torch.no_grad():
@@ -249,7 +243,7 @@ def test_a_changed_input_inside_a_list_or_mapping_is_refused(workshop: Workshop,
         def forward(self, xs: Any) -> Tensor:
             return self.lin(xs[0].add_(1))
 
-    class Whole(Passes):
+    class Whole(InTurn):
         def forward(self, x: Tensor) -> Tensor:
             return self.layers[0](wrap([x]))
 
@@ -271,7 +265,7 @@ def test_results_put_into_a_mapping_that_was_given_are_not_there_when_a_layer_ru
             found["x"] = torch.tanh(self.lin(found["x"]))
             return found
 
-    class Whole(Passes):
+    class Whole(InTurn):
         def forward(self, x: Tensor) -> Tensor:
             found = kind({"x": x})
             for layer in self.layers:
@@ -301,15 +295,15 @@ def test_an_error_of_a_layer_that_runs_again_says_so(workshop: Workshop) -> None
     assert 'pass activations="keep"' in notes
 
 
-@pytest.mark.parametrize("keyword", [None, "input"])
-def test_with_keep_a_changed_input_trains_as_in_torch(workshop: Workshop, keyword: str | None) -> None:
-    pair = workshop.pair(lambda: Passes(in_place, keyword), tier="host", activations="keep")
+@pytest.mark.parametrize("kind", [InTurn, ByKeyword])
+def test_with_keep_a_changed_input_trains_as_in_torch(workshop: Workshop, kind: type[InTurn]) -> None:
+    pair = workshop.pair(lambda: kind(in_place), tier="host", activations="keep")
     pair.train(batches(3), loss_of=lambda model, batch: (model(batch[0].clone()) - batch[1]).square().mean(), atol=1e-6)
 
 
 def test_a_frozen_layer_may_change_its_input(workshop: Workshop, activations: str) -> None:
     def build() -> nn.Module:
-        model = Passes(lambda: nn.Sequential(nn.Linear(16, 16), nn.Tanh()))
+        model = InTurn(lambda: nn.Sequential(nn.Linear(16, 16), nn.Tanh()))
         model.layers[0] = in_place().requires_grad_(False)
         return model
 
@@ -326,7 +320,7 @@ def test_an_error_in_the_recomputation_leaves_the_buffers(workshop: Workshop, ac
             if self.fail:
                 raise KeyError("in the recomputation")
 
-    pair = workshop.pair(lambda: Passes(Fails), tier="host", activations=activations)
+    pair = workshop.pair(lambda: InTurn(Fails), tier="host", activations=activations)
     loss = squared_error(pair.model, batches(1)[0])
     present = {name: (buffer, buffer.clone()) for name, buffer in pair.model.named_buffers()}
     Fails.fail = True
@@ -338,7 +332,7 @@ def test_an_error_in_the_recomputation_leaves_the_buffers(workshop: Workshop, ac
 
 
 def test_evaluation_between_steps_changes_nothing(workshop: Workshop, activations: str) -> None:
-    pair = workshop.pair(Passes, tier="host", activations=activations)
+    pair = workshop.pair(lambda: InTurn(Centre), tier="host", activations=activations)
     for index, batch in enumerate(batches(4)):
         outs = []
         for model, optimizer in pair.both:
@@ -404,7 +398,7 @@ def by_freezing(model: nn.Module) -> None:
 def test_what_changes_between_forward_and_backward_is_of_no_concern(
     workshop: Workshop, change: Any, activations: str
 ) -> None:
-    pair = workshop.pair(lambda: Passes(Chooses), tier="host", activations=activations)
+    pair = workshop.pair(lambda: InTurn(Chooses), tier="host", activations=activations)
     for model, optimizer in pair.both:
         for batch in batches(2):
             first = squared_error(model, batch)
@@ -416,7 +410,7 @@ def test_what_changes_between_forward_and_backward_is_of_no_concern(
 
 
 def test_a_recomputation_leaves_the_layer_as_the_loop_had_made_it(workshop: Workshop, activations: str) -> None:
-    model = Passes(Chooses)
+    model = InTurn(Chooses)
     workshop.prepare(model, torch.optim.SGD(model.parameters()), "host", activations=activations)
     loss = squared_error(model, batches(1)[0])
     layer: Any = model.layers[0]
@@ -452,7 +446,7 @@ class Remembers(nn.Module):
 
 
 def test_dicts_and_lists_of_a_layer_are_as_they_were(workshop: Workshop, activations: str) -> None:
-    pair = workshop.pair(lambda: Passes(Remembers), tier="host", activations=activations)
+    pair = workshop.pair(lambda: InTurn(Remembers), tier="host", activations=activations)
     for model, optimizer in pair.both:
         layers: Any = model.layers
         for batch in batches(2):
@@ -484,7 +478,7 @@ class Binds(nn.Module):
 
 
 def test_a_dict_of_others_that_a_forward_binds_is_left_alone(workshop: Workshop, activations: str) -> None:
-    pair = workshop.pair(lambda: Passes(Binds), tier="host", activations=activations)
+    pair = workshop.pair(lambda: InTurn(Binds), tier="host", activations=activations)
     pair.train(batches(2))
     check(pair)
 
@@ -500,7 +494,7 @@ class Gated(nn.Module):
         return torch.tanh(self.mix(x) * self.gate) + x
 
 
-class ByName(Passes):
+class ByName(InTurn):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer.forward(x)
@@ -516,7 +510,7 @@ def test_a_layer_whose_forward_is_called_by_that_name_is_recomputed(workshop: Wo
 def test_hooks_of_the_forward_that_are_gone_before_the_backward_have_been_part_of_it(
     workshop: Workshop, activations: str
 ) -> None:
-    pair = workshop.pair(lambda: Passes(Chooses), tier="host", activations=activations)
+    pair = workshop.pair(lambda: InTurn(Chooses), tier="host", activations=activations)
     for model, optimizer in pair.both:
         hooks = [layer.mix.register_forward_hook(lambda module, args, out: out * 0.5) for layer in model.layers]
         loss = squared_error(model, batches(1)[0])
@@ -541,7 +535,7 @@ def test_batch_norms_and_spectral_norms_are_recomputed(workshop: Workshop, activ
             return torch.tanh(self.old(torch.tanh(self.norm(self.lin(x))))) + x
 
     runs: list[int] = []
-    pair = workshop.pair(lambda: Passes(Normed), tier="host", activations=activations)
+    pair = workshop.pair(lambda: InTurn(Normed), tier="host", activations=activations)
     pair.train(batches(4))
     check(pair)
     again = 1 if activations == "auto" else 4  # what fits is kept from the second step on
@@ -575,7 +569,7 @@ def test_what_parts_of_a_layer_share_stays_shared(workshop: Workshop, activation
             out: Tensor = self.reads(self.writes(x))
             return out
 
-    pair = workshop.pair(lambda: Passes(Layer), tier="host", activations=activations)
+    pair = workshop.pair(lambda: InTurn(Layer), tier="host", activations=activations)
     for model, _ in pair.both:
         squared_error(model, batches(1)[0])  # and no backward
     pair.train(batches(3))
@@ -599,7 +593,7 @@ def test_forwards_without_a_backward_keep_no_graphs(workshop: Workshop, activati
             return self.out + x  # type: ignore[no-any-return]
 
     seen: list[Any] = []
-    model = Passes(Keeps)
+    model = InTurn(Keeps)
     workshop.prepare(model, torch.optim.SGD(model.parameters()), "host", activations=activations)
     for batch in batches(5):
         squared_error(model, batch)
@@ -638,7 +632,7 @@ def test_a_compiled_model_trains_with_recomputation(compiled: str, activations: 
     models, losses = [], []
     for _ in range(2):
         torch.manual_seed(0)
-        models.append(Passes(lambda: nn.Sequential(nn.Linear(16, 16), nn.Tanh())))
+        models.append(InTurn(lambda: nn.Sequential(nn.Linear(16, 16), nn.Tanh())))
     for model in models:
         ours = model is models[0]
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -686,8 +680,8 @@ class WritesToCopy(WritesToSaved):
 def test_what_is_saved_and_written_to_is_an_error_as_in_torch(workshop: Workshop, tier: str, mode: str) -> None:
     data = batches(2)
     fields = {"activations": mode, "activations_tier": "disk", "disk": workshop.disk}
-    workshop.pair(lambda: Passes(WritesToCopy), tier=tier, **fields).train(data)
-    pair = workshop.pair(lambda: Passes(WritesToSaved), tier=tier, **fields)
+    workshop.pair(lambda: InTurn(WritesToCopy), tier=tier, **fields).train(data)
+    pair = workshop.pair(lambda: InTurn(WritesToSaved), tier=tier, **fields)
     for model in (pair.plain, pair.model):
         loss = squared_error(model, data[0])
         with pytest.raises(RuntimeError, match=r"needed for gradient computation.* modified by an inplace operation"):

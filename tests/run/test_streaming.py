@@ -512,7 +512,6 @@ def test_an_error_at_any_request_stops_the_run_and_names_file_and_errno(
 # -- nothing grows ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def names_of_threads() -> list[str]:
     """Of the process, as the system has them."""
     found = []
@@ -522,6 +521,7 @@ def names_of_threads() -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_hundred_steps_grow_nothing(workshop: Workshop) -> None:
     pair = workshop.pair(lambda: Stack(depth=2), tier="squeezed")
     process = psutil.Process()

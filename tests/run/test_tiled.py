@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import outsize
-from tests.conftest import TIERS, Workshop, sgd
+from tests.conftest import TIERS, InTurn, Workshop, sgd
 
 
 class Mlp(nn.Module):
@@ -26,20 +26,6 @@ class Mlp(nn.Module):
         return x + self.dropout(self.down(torch.relu(self.up(x)))) * (1.0 if scale is None else scale)
 
 
-class Model(nn.Module):
-    """Two MLPs, each inside a layer, and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Sequential(nn.LayerNorm(16), Mlp()) for _ in range(2)])
-        self.head = nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
 def data(rows: int = 2, positions: int = 125) -> tuple[Tensor, Tensor]:
     generator = torch.Generator("cpu").manual_seed(rows)
     values = torch.randn(rows, positions, 20, generator=generator, device="cpu").to(torch.get_default_device())
@@ -54,7 +40,7 @@ def test_tiles_train_what_the_whole_trains(workshop: Workshop, tier: str, activa
         torch.manual_seed(0)
 
         def build(first: bool = first) -> nn.Module:
-            model = Model()
+            model = InTurn(lambda: nn.Sequential(nn.LayerNorm(16), Mlp()), 2)
             for layer in model.layers if first else ():
                 outsize.tiled(layer[1], tiles=4)  # type: ignore[index]
             return model

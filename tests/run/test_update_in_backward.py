@@ -18,6 +18,8 @@ from tests.conftest import (
     AT_REST_TIERS,
     Stack,
     Workshop,
+    assert_same,
+    assert_same_runs,
     assert_same_weights,
     batches,
     prepared,
@@ -41,9 +43,7 @@ def test_every_tier_and_schedule_gives_the_same_bits(workshop: Workshop, activat
             workshop.prepare(model, optimizer, tier, update=update, activations=activations, compute_dtype=dtype)
             scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
             found.append((train(model, optimizer, data, scheduler=scheduler).losses, weights(model)))
-    for losses, values in found[1:]:
-        assert losses == found[0][0]
-        assert all(torch.equal(values[name], value) for name, value in found[0][1].items())
+    assert_same_runs(found)
 
 
 def test_it_trains_as_torch_does(workshop: Workshop, tier: str) -> None:
@@ -190,7 +190,7 @@ def test_a_gradient_that_is_not_finite_is_an_error_before_its_unit_is_touched(wo
     x[0, 0] = float("nan")
     with pytest.raises(FloatingPointError, match="not finite"):
         squared_error(pair.model, (x, y)).backward()
-    assert all(torch.equal(value, before[name]) for name, value in weights(pair.model).items())
+    assert_same(weights(pair.model), before)
 
 
 def test_the_field_is_checked(workshop: Workshop) -> None:
@@ -207,7 +207,7 @@ def test_the_update_has_run_before_step_is_called(workshop: Workshop) -> None:
     after = weights(pair.model)
     assert not any(torch.equal(value, before[name]) for name, value in after.items())
     pair.optimizer.step()
-    assert all(torch.equal(value, after[name]) for name, value in weights(pair.model).items())
+    assert_same(weights(pair.model), after)
 
 
 def test_state_that_fits_in_memory_moves_in_no_step(workshop: Workshop) -> None:
@@ -239,11 +239,11 @@ def test_gradients_of_a_checkpoint_wait_for_step(workshop: Workshop, tier: str) 
     again = workshop.pair(tier=tier, update="backward")
     squared_error(again.model, batches(1)[0]).backward()  # and what came before the load is forgotten
     outsize.load(workshop.disk.parent / "ckpt", again.model, again.optimizer)
-    assert all(torch.equal(value, weights(first.model)[name]) for name, value in weights(again.model).items())
+    assert_same(weights(again.model), weights(first.model))
     for pair in (first, again):
         pair.optimizer.step()
         pair.optimizer.zero_grad()
-    assert all(torch.equal(value, weights(first.model)[name]) for name, value in weights(again.model).items())
+    assert_same(weights(again.model), weights(first.model))
     expected = train(first.model, first.optimizer, batches(2)).losses
     assert train(again.model, again.optimizer, batches(2)).losses == expected
 
@@ -350,7 +350,7 @@ def test_an_option_that_needs_an_array_nobody_made_is_refused_before_anything_ch
     optimizer.param_groups[0]["momentum"] = 0.9
     with pytest.raises(RuntimeError, match="momentum_buffer"):
         squared_error(model, batches(1)[0]).backward()
-    assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
+    assert_same(weights(model), before)
 
 
 def test_gradients_that_were_swapped_between_parameters_are_refused(workshop: Workshop) -> None:
