@@ -1,7 +1,6 @@
 """Tests of the project that `--device sim` leaves out, and why. The others run on both."""
 
 BUDGET = "is about the one memory that a CPU has, and its budget"
-NO_KERNEL = "torch has no such operator for devices from outside torch"
 FORWARD_AD = "torch's forward mode reads the memory of such a device itself"
 DEVICE_BITS = "compares bits of the device's own update with those of the host's"
 DEFAULT_DEVICE = "sets a default device of its own"
@@ -39,8 +38,6 @@ LEFT_OUT = {
     RUN + "errors.py::test_moves_of_a_part_or_of_the_whole_that_would_replace_parameters_are_refused[host-sh": ON_CPU,
     RUN
     + "errors.py::test_moves_of_a_part_or_of_the_whole_that_would_replace_parameters_are_refused[squeezed-sh": ON_CPU,
-    RUN + "errors.py::test_moves_of_a_prepared_model_are_refused_with_the_remedy[share_memory": ON_CPU,
-    RUN + "errors.py::test_moves_that_change_nothing_are_let_through": ON_CPU,
     RUN + "other_optimizers.py::test_wrapping_a_prepared_model_for_data_parallelism_is_refused": COLLECTIVES,
     RUN + "open_units.py::test_a_model_whose_own_parameters_never_move_begins_its_passes": BUDGET,
     RUN + "param_groups.py::test_units_unfrozen_in_mid_run_go_where_the_others_had_to_go": BUDGET,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import outsize
 from tests.conftest import Stack, assert_same_weights, squared_error, weights
@@ -18,7 +18,7 @@ pytest.importorskip("lightning")
 from lightning.fabric import Fabric
 
 from outsize.integrations.lightning import OutsizeFabricStrategy
-from tests.integrations.test_lightning import ON_DISK, new, trainer_of
+from tests.integrations.test_lightning import ON_DISK, data, new, trainer_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*(not empty|lr_scheduler.step|LeafSpec)"),
@@ -26,11 +26,6 @@ pytestmark = [
 ]
 
 ROWS = 48
-
-
-def data() -> TensorDataset:
-    generator = torch.Generator().manual_seed(0)
-    return TensorDataset(torch.randn(ROWS, 16, generator=generator), torch.randn(ROWS, 4, generator=generator))
 
 
 def fabric_of(strategy: Any = "auto", devices: int = 1, precision: Any = None) -> Fabric:
@@ -55,7 +50,7 @@ def train(
     optimizer: Any = torch.optim.AdamW(built.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
     model, optimizer = fabric.setup(built, optimizer)
-    loader: Any = fabric.setup_dataloaders(DataLoader(data(), batch))
+    loader: Any = fabric.setup_dataloaders(DataLoader(data(ROWS), batch))
     state: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "epoch": 0}
     if load is not None:
         assert fabric.load(load, state) == {}
@@ -182,7 +177,7 @@ def trainer_on_a_rank(folder: Path) -> Any:
         fields = {"accumulate_grad_batches": 4, "gradient_clip_val": 0.05, "enable_checkpointing": saves}
         trainer = trainer_of(folder, strategy, devices=2, callbacks=callbacks, **fields)
         checkpoint = name and folder / "trainer" / name
-        trainer.fit(model, DataLoader(data(), 4), DataLoader(data(), 4), ckpt_path=checkpoint)
+        trainer.fit(model, DataLoader(data(ROWS), 4), DataLoader(data(ROWS), 4), ckpt_path=checkpoint)
         shown.append((model.losses, trainer.callback_metrics["val_loss"].item(), weights(model)))
     return shown
 

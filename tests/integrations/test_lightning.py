@@ -155,9 +155,9 @@ class Counter(Callback):
         self.steps = state["steps"]
 
 
-def data() -> TensorDataset:
+def data(rows: int = ROWS) -> TensorDataset:
     generator = torch.Generator().manual_seed(0)
-    return TensorDataset(torch.randn(ROWS, WIDTH, generator=generator), torch.randn(ROWS, 4, generator=generator))
+    return TensorDataset(torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, 4, generator=generator))
 
 
 def loader(shuffle: bool = False) -> Any:

@@ -363,17 +363,21 @@ def test_nobody_waits_for_a_rank_that_has_left_prepare(tmp_path: Path) -> None:
     assert second.seconds < DETECTED_SECONDS
 
 
+def what_is_said() -> list[str]:
+    """What this rank logs from now on; the others may wait for the key "said"."""
+    said: list[str] = []
+    store, handler = dist.distributed_c10d._get_default_store(), logging.Handler()
+    handler.emit = lambda record: (said.append(record.getMessage()), store.set("said", "1"))  # type: ignore[method-assign]
+    logging.getLogger("outsize").addHandler(handler)
+    return said
+
+
 def comes_late(disk: str) -> list[str]:
     """The first rank waits for the other in `prepare`, and says so."""
     meeting.MEETING_WORD_SECONDS = 0.2
-    said: list[str] = []
-    store = dist.distributed_c10d._get_default_store()
-    if dist.get_rank() == 0:
-        handler = logging.Handler()
-        handler.emit = lambda record: (said.append(record.getMessage()), store.set("said", "1"))  # type: ignore[method-assign]
-        logging.getLogger("outsize").addHandler(handler)
-    else:
-        store.wait(["said"])
+    said = what_is_said()
+    if dist.get_rank():
+        dist.distributed_c10d._get_default_store().wait(["said"])
     Run(HOST, disk).step(0)
     return said
 
@@ -387,15 +391,11 @@ def test_who_waits_in_prepare_says_for_whom(tmp_path: Path) -> None:
 def waits_outside(disk: str) -> list[str]:
     """One rank takes a step fewer, and waits for the other where outsize cannot see it, until that has said so."""
     watch.WORD_SECONDS = 0.2
-    said: list[str] = []
-    store = dist.distributed_c10d._get_default_store()
     run = Run(HOST, disk)
     run.step(0)
-    handler = logging.Handler()
-    handler.emit = lambda record: (said.append(record.getMessage()), store.set("said", "1"))  # type: ignore[method-assign]
-    logging.getLogger("outsize").addHandler(handler)
+    said = what_is_said()
     if dist.get_rank():
-        store.wait(["said"])
+        dist.distributed_c10d._get_default_store().wait(["said"])
     run.step(1)
     return said
 

@@ -23,7 +23,6 @@ from tests.ranks.training import assert_near, named_weights, prepared
 
 BF16 = torch.bfloat16
 WIDTH, LAYERS, VOCABULARY = 128, 6, 16
-PADDING_BYTES = 1 << 20
 ROOMY = "64MiB"
 
 

@@ -256,30 +256,24 @@ def test_each_rank_may_run_experts_in_an_order_of_its_own(tmp_path: Path, routes
         {"stage": 3, "params": "disk", "grads": "disk"},
         {"stage": 0},
     ]
-    torch.manual_seed(0)
-    model = Routes(routes)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for step in range(3):
-        for part in range(len(routes)):
-            x, y = batch(step, part, rows=2)
-            (nn.functional.mse_loss(model(x, part), y) / len(routes)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+    model = trained_alone(routes, torch.optim.AdamW, lr=1e-3, clip=0.5)
     for of_ways in run_on_ranks(len(routes), in_turn, *((run, fields, str(tmp_path)) for fields in ways)):
         for found in of_ways:
             assert_near(found, model.parameters())
 
 
-def trained_alone(routes: Sequence[Sequence[int]]) -> nn.Module:
+def trained_alone(
+    routes: Sequence[Sequence[int]], kind: Any = torch.optim.SGD, lr: float = 0.1, clip: float = float("inf")
+) -> nn.Module:
     """`Routes` in plain torch, after three steps on the batches of all ranks."""
     torch.manual_seed(0)
     model = Routes(routes)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = kind(model.parameters(), lr=lr)
     for step in range(3):
         for part in range(len(routes)):
             x, y = batch(step, part, rows=2)
             (nn.functional.mse_loss(model(x, part), y) / len(routes)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
     return model
