@@ -9,13 +9,14 @@ import copy
 import gc
 import itertools
 import os
+import resource
 import shutil
 import tempfile
 import threading
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -537,6 +538,17 @@ class Workshop:
 
     def leftovers(self) -> list[Any]:
         return [ref() for ref in self._resources if ref() is not None]
+
+
+@contextmanager
+def no_file_above(nbytes: int) -> Iterator[None]:
+    """What a file system without room does: no file that is written inside may become larger."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def random_state() -> Tensor:

@@ -21,6 +21,7 @@ from outsize.move.device import Lanes
 from outsize.move.memory import HostBuffer
 from tests.accelerator import sim as simulator
 from tests.conftest import (
+    KINDS,
     Stack,
     Trace,
     Workshop,
@@ -56,17 +57,27 @@ def values(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.cpu() for name, value in weights(model).items()}
 
 
+def places(workshop: Workshop, tiers: tuple[str, str, str]) -> dict[str, Any]:
+    return {**dict(zip(KINDS, tiers, strict=True)), "disk": workshop.disk}
+
+
+def prepared_stack(
+    workshop: Workshop, tier: str = "host", units: int = 2, make: Any = adamw, **fields: Any
+) -> tuple[nn.Module, Any]:
+    """A model with room for so many units only."""
+    model = stack()
+    optimizer = make(model)
+    workshop.prepare(model, optimizer, tier, **{"device": "sim", **fields})
+    squeeze(model, units)
+    return model, optimizer
+
+
 Trained = tuple[Trace, dict[str, Tensor]]
 """What a run shows, and the weights that it ends with."""
 
 
 def trained(workshop: Workshop, tiers: tuple[str, str, str], device: str = "sim", **fields: Any) -> Trained:
-    """A run with room for two units only."""
-    model = stack()
-    optimizer = adamw(model)
-    kinds = dict(zip(("params", "grads", "states"), tiers, strict=True))
-    workshop.prepare(model, optimizer, device=device, disk=workshop.disk, **kinds, **fields)
-    squeeze(model)
+    model, optimizer = prepared_stack(workshop, device=device, **places(workshop, tiers), **fields)
     trace = train(model, optimizer, on_sim(batches(STEPS), device), clip=0.5)
     return trace, values(model)
 
@@ -199,12 +210,9 @@ MANNERS: dict[str, dict[str, Any]] = {
 
 def in_a_manner(workshop: Workshop, manner: str, tiers: tuple[str, str, str]) -> tuple[list[float], dict[str, Tensor]]:
     fields = MANNERS[manner]
-    model = stack()
-    made = {"SGD": torch.optim.SGD, "RMSprop": torch.optim.RMSprop}.get(manner, torch.optim.AdamW)
-    optimizer = made(model.parameters(), lr=1e-2)
-    kinds = dict(zip(("params", "grads", "states"), tiers, strict=True))
-    workshop.prepare(model, optimizer, device="sim", disk=workshop.disk, **kinds, **fields)
-    squeeze(model)
+    kind: Any = {"SGD": torch.optim.SGD, "RMSprop": torch.optim.RMSprop}.get(manner, torch.optim.AdamW)
+    make = lambda model: kind(model.parameters(), lr=1e-2)  # noqa: E731
+    model, optimizer = prepared_stack(workshop, make=make, **places(workshop, tiers), **fields)
     scaler = torch.amp.GradScaler("sim", init_scale=64.0, enabled=manner == "fp16")
     losses = []
     for x, y in on_sim(batches(4 if manner == "delayed" else 2)):
@@ -227,10 +235,10 @@ def in_a_manner(workshop: Workshop, manner: str, tiers: tuple[str, str, str]) ->
 def test_when_copies_run_changes_nothing(workshop: Workshop, manner: str) -> None:
     """Nor where state rests, off the device."""
     found = []
-    places = {"now": ("host",), "hold": ("host", "disk", "mixed"), "random": ("disk", "mixed")}
+    rests = {"now": ("host",), "hold": ("host", "disk", "mixed"), "random": ("disk", "mixed")}
     for policy in POLICIES:
         with simulator.switched_on(policy, seed=3):
-            for place in places[policy]:
+            for place in rests[policy]:
                 tiers = ("device", "host", "disk") if place == "mixed" else (place,) * 3
                 found.append(in_a_manner(workshop, manner, tiers))
             gc.collect()
@@ -238,14 +246,6 @@ def test_when_copies_run_changes_nothing(workshop: Workshop, manner: str) -> Non
 
 
 # -- streams ---------------------------------------------------------------------------------------------------------
-
-
-def prepared_stack(workshop: Workshop, tier: str = "host", units: int = 2, **fields: Any) -> tuple[nn.Module, Any]:
-    model = stack()
-    optimizer = adamw(model)
-    workshop.prepare(model, optimizer, tier, device="sim", **fields)
-    squeeze(model, units)
-    return model, optimizer
 
 
 @anytime
@@ -330,8 +330,7 @@ def test_generation_between_steps_reads_the_newest_weights(sim: Any, workshop: W
 def test_a_checkpoint_is_of_its_instant_whatever_follows(
     sim: Any, workshop: Workshop, tiers: tuple[str, str, str]
 ) -> None:
-    kinds = dict(zip(("params", "grads", "states"), tiers, strict=True))
-    model, optimizer = prepared_stack(workshop, disk=workshop.disk, **kinds)
+    model, optimizer = prepared_stack(workshop, **places(workshop, tiers))
     data = on_sim(batches(6))
     train(model, optimizer, data[:2])
     then = values(model)
@@ -385,8 +384,7 @@ def test_a_resumed_run_draws_the_random_numbers_of_the_device_again(sim: Any, wo
     second.train(batches(6)[:1])
     second.scaler.load_state_dict(outsize.load(folder, second.model, second.optimizer)["scaler"])
     assert second.train(batches(6)[3:]) == expected
-    mine, theirs = values(second.model), values(first.model)
-    assert_same(mine, theirs)
+    assert_same(values(second.model), values(first.model))
 
 
 class Tally(nn.Module):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-import resource
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -38,7 +37,7 @@ from tests.api.dcp_runs import (
     saved_run,
     train,
 )
-from tests.conftest import assert_same, exact_masters
+from tests.conftest import assert_same, exact_masters, no_file_above
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -153,13 +152,8 @@ def test_writing_holds_one_tensor_whatever_the_size_of_the_model(tmp_path: Path)
 
 def test_a_full_disk_is_named_and_leaves_no_metadata(tmp_path: Path) -> None:
     entries = {("weight",): entry(1 << 20, partial(torch.zeros, 1 << 20))}
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
-    try:
-        with pytest.raises(OSError, match="folder") as raised:
-            write_dcp(tmp_path / "folder", entries)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with no_file_above(1 << 20), pytest.raises(OSError, match="folder") as raised:
+        write_dcp(tmp_path / "folder", entries)
     assert raised.value.errno == errno.EFBIG
     assert ".metadata" not in os.listdir(tmp_path / "folder")
 

@@ -7,7 +7,6 @@ import errno
 import gc
 import json
 import os
-import resource
 import shutil
 from collections.abc import Iterator
 from itertools import count
@@ -27,7 +26,7 @@ from outsize.formats import weights
 from outsize.formats.pieces import EXPORT_NUMEL
 from outsize.move.memory import PAGE_BYTES
 from tests.api.checkpoint_runs import Small, peak_of, prepare
-from tests.conftest import assert_same
+from tests.conftest import assert_same, no_file_above
 
 safetensors = pytest.importorskip("safetensors.torch")
 transformers = pytest.importorskip("transformers")
@@ -182,12 +181,8 @@ def test_a_write_that_fails_is_told_whatever_follows_it(tmp_path: Path, monkeypa
 def test_a_file_that_just_fits_the_limit_on_file_size_is_written(tmp_path: Path) -> None:
     model = nn.Linear(255, 1, bias=False)
     prepared(model, tmp_path)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE_BYTES + 4 * 255, before[1]))
-    try:
+    with no_file_above(PAGE_BYTES + 4 * 255):
         export(tmp_path / "weights", model)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     found = safetensors.load_file(tmp_path / "weights" / "model.safetensors")
     with outsize.gathered(model):
         assert torch.equal(found["weight"], model.weight)
@@ -197,13 +192,8 @@ def test_a_file_that_just_fits_the_limit_on_file_size_is_written(tmp_path: Path)
 def test_a_limit_on_file_size_is_an_error_that_names_the_file(limit: int, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(256, 256))
     prepared(model, tmp_path)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-    try:
-        with pytest.raises(OSError, match=r"File too large.*model\.safetensors"):
-            export(tmp_path / "weights", model)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with no_file_above(limit), pytest.raises(OSError, match=r"File too large.*model\.safetensors"):
+        export(tmp_path / "weights", model)
     assert not (tmp_path / "weights").exists()
 
 

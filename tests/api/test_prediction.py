@@ -64,6 +64,11 @@ def predicted(model: nn.Module, machine: Machine = IDEAL, example: Any = BATCHES
     return outsize.plan(model, example=example, machine=machine, device="cpu", **fields)
 
 
+def on_a_drive(machine: Machine, disk: Path, **fields: Any) -> Any:
+    """Of a step with everything at rest on disk."""
+    return predicted(stack(), machine, host_memory="64MiB", disk=disk, **dict.fromkeys(KINDS, "disk"), **fields)
+
+
 def test_with_all_in_memory_a_step_takes_as_long_as_its_products_and_its_update() -> None:
     flops = 2 * BATCH * WIDTH**2 * (3 * LAYERS - 1)  # the first layer's input has no gradient
     plan = predicted(stack(), host_memory="1GiB")
@@ -79,8 +84,7 @@ def test_with_all_in_memory_a_step_takes_as_long_as_its_products_and_its_update(
 def test_a_drive_that_is_slow_bounds_a_step_by_its_bytes(kind: str, tmp_path: Path) -> None:
     rate = 1e6
     machine = replace(QUICK, **{f"disk_{kind}": rate})
-    tiers = dict.fromkeys(("params", "grads", "states"), "disk")
-    plan = predicted(stack(), machine, host_memory="64MiB", disk=tmp_path, **tiers)
+    plan = on_a_drive(machine, tmp_path)
     moved = plan.read_bytes if kind == "read" else plan.written_bytes
     assert plan.step_seconds == pytest.approx(moved / rate, rel=PYTHON)
     assert plan.prediction.bound == f"disk {kind}s"
@@ -89,31 +93,26 @@ def test_a_drive_that_is_slow_bounds_a_step_by_its_bytes(kind: str, tmp_path: Pa
 def test_a_drive_reads_and_writes_at_once_as_much_as_it_does_of_both(tmp_path: Path) -> None:
     rate = 1e6
     machine = replace(QUICK, disk_read=rate, disk_write=rate, disk_mixed=rate)
-    tiers = dict.fromkeys(("params", "grads", "states"), "disk")
-    plan = predicted(stack(), machine, host_memory="64MiB", disk=tmp_path, **tiers)
+    plan = on_a_drive(machine, tmp_path)
     moved = plan.read_bytes + plan.written_bytes
     assert plan.step_seconds == pytest.approx(moved / rate, rel=PYTHON)
     wide = replace(machine, disk_mixed=2 * rate)  # neither slows the other down
-    assert predicted(stack(), wide, host_memory="64MiB", disk=tmp_path, **tiers).step_seconds < 0.7 * moved / rate
+    assert on_a_drive(wide, tmp_path).step_seconds < 0.7 * moved / rate
 
 
 def test_a_request_that_waits_for_no_other_takes_its_latency(tmp_path: Path) -> None:
     seconds = 0.1
-    tiers = dict.fromkeys(("params", "grads", "states"), "disk")
-    plan = predicted(
-        stack(), replace(QUICK, disk_seconds=seconds), host_memory="64MiB", disk=tmp_path, update="backward", **tiers
-    )
+    plan = on_a_drive(replace(QUICK, disk_seconds=seconds), tmp_path, update="backward")
     assert 2 * seconds <= plan.step_seconds <= 2 * LAYERS * seconds  # most requests follow upon others
 
 
 def test_checksums_bound_a_step_where_they_are_slow(tmp_path: Path) -> None:
     rate = 1e6
     machine = replace(QUICK, checksums=rate)
-    tiers = dict.fromkeys(("params", "grads", "states"), "disk")
-    plan = predicted(stack(), machine, host_memory="64MiB", disk=tmp_path, **tiers)
+    plan = on_a_drive(machine, tmp_path)
     summed = 1.5 * (plan.read_bytes + plan.written_bytes) / rate  # on one of two cores, which compute too
     assert plan.step_seconds == pytest.approx(summed, rel=0.2)
-    unchecked = predicted(stack(), machine, host_memory="64MiB", disk=tmp_path, verify=False, **tiers)
+    unchecked = on_a_drive(machine, tmp_path, verify=False)
     assert unchecked.step_seconds < PYTHON * plan.step_seconds
 
 

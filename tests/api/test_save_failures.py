@@ -7,7 +7,6 @@ import gc
 import json
 import logging
 import os
-import resource
 import shutil
 import signal
 import stat
@@ -29,7 +28,7 @@ from outsize.checkpoint.reader import Checkpoint
 from outsize.move import disk
 from outsize.move.memory import PAGE_BYTES
 from tests.api.generation_runs import Run
-from tests.conftest import assert_same
+from tests.conftest import assert_same, no_file_above
 from tests.scripts import run_script
 
 
@@ -457,13 +456,8 @@ def test_a_save_while_the_interpreter_ends_is_complete(tmp_path: Path) -> None:
 
 def test_a_full_disk_of_the_run_is_named_by_a_save(tmp_path: Path) -> None:
     run = run_of(tmp_path, "disk")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1, before[1]))
-    try:
-        with pytest.raises(OSError, match=r"File too large.*disk/.*/"):
-            run.save(tmp_path / "ckpt")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with no_file_above(1), pytest.raises(OSError, match=r"File too large.*disk/.*/"):
+        run.save(tmp_path / "ckpt")
 
 
 def test_a_write_after_the_end_reaches_no_other_file(tmp_path: Path) -> None:

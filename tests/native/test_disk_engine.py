@@ -5,7 +5,6 @@ import errno
 import mmap
 import os
 import random
-import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from outsize._native import DiskEngine, probe_uring
+from tests.conftest import no_file_above
 
 BLOCK = 4096
 REQUEST = 16 * BLOCK  # small, so that modest ranges become many pieces
@@ -117,12 +117,9 @@ def test_direct_file_round_trips(engine: DiskEngine, direct: int) -> None:
 
 @pytest.mark.parametrize("limit", [0, BLOCK, BLOCK + 512, REQUEST - 1])
 def test_a_limit_on_the_size_of_files_is_told(engine: DiskEngine, direct: int, limit: int) -> None:
-    source, before = Memory(noise(3 * REQUEST)), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-    try:
+    source = Memory(noise(3 * REQUEST))
+    with no_file_above(limit):
         assert error_of(engine, engine.write(direct, 0, source.address, 3 * REQUEST)) == errno.EFBIG
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_many_requests_are_all_done_after_their_waits(engine: DiskEngine, buffered: int) -> None:

@@ -192,11 +192,6 @@ def test_parts_may_be_frozen(workshop: Workshop) -> None:
     assert "up.weight" in in_tiles(pair.model)
 
 
-def test_a_checkpoint_of_the_users_own_computes_the_tiles_again(workshop: Workshop) -> None:
-    pair = pair_of(workshop, lambda: Wide(again=True))
-    pair.train(ids(2), rel=2e-5, loss_of=mean_square)
-
-
 def test_the_weights_stay_within_the_budget(workshop: Workshop) -> None:
     pair = pair_of(workshop)
     ledger = prepared(pair.model).resources.ledger
@@ -223,34 +218,35 @@ def test_evaluation_reads_each_weight_once(workshop: Workshop) -> None:
     assert read <= sum(param.nbytes for param in pair.plain.parameters()) * 1.05
 
 
-def test_whole_uses_beside_the_tiles_are_right(workshop: Workshop) -> None:
+class Penalised(Wide):
     """A penalty on a weight needs all of it."""
 
-    class Penalised(Wide):
-        def forward(self, ids: Tensor) -> Tensor:
-            return super().forward(ids) + 1e-4 * self.up.weight.square().sum()
-
-    pair = pair_of(workshop, Penalised)
-    pair.train(ids(2), rel=2e-5, loss_of=mean_square)
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) + 1e-4 * self.up.weight.square().sum()
 
 
-def test_rows_by_their_numbers_are_right(workshop: Workshop) -> None:
-    class Indexed(Wide):
-        def forward(self, ids: Tensor) -> Tensor:
-            rows = self.words.weight[ids - WORDS] + self.words.weight[ids[0, 0]]
-            return super().forward(ids).mean() + rows.square().mean() + self.up.weight[ids.flatten()[:0]].sum()
+class Indexed(Wide):
+    """Uses rows by their numbers."""
 
-    pair = pair_of(workshop, Indexed)
-    pair.train(ids(2), rel=2e-5, loss_of=mean_square)
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = self.words.weight[ids - WORDS] + self.words.weight[ids[0, 0]]
+        return super().forward(ids).mean() + rows.square().mean() + self.up.weight[ids.flatten()[:0]].sum()
 
 
-def test_two_weights_in_tiles_meet(workshop: Workshop) -> None:
-    class Meets(Wide):
-        def forward(self, ids: Tensor) -> Tensor:
-            return super().forward(ids) + F.linear(self.down.weight, self.up.weight.t()).mean()
+class Meets(Wide):
+    """Two weights in tiles meet."""
 
-    pair = pair_of(workshop, Meets)
-    pair.train(ids(2), rel=2e-5, loss_of=mean_square)
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) + F.linear(self.down.weight, self.up.weight.t()).mean()
+
+
+@pytest.mark.parametrize(
+    "build",
+    [Penalised, Indexed, Meets, lambda: Wide(again=True)],
+    ids=["whole", "rows", "two", "a checkpoint of the user's own"],
+)
+def test_other_uses_of_weights_in_tiles_are_right(workshop: Workshop, build: Any) -> None:
+    pair_of(workshop, build).train(ids(2), rel=2e-5, loss_of=mean_square)
 
 
 def test_state_and_checkpoints_are_as_without_tiles(workshop: Workshop, tmp_path: Any) -> None:
