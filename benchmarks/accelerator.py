@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +37,35 @@ FORWARD_SECONDS = 0.01
 """Of one layer, where inputs move."""
 
 
+def median_of(
+    steps: int,
+    clock: Callable[[], None],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    x: torch.Tensor,
+    around: AbstractContextManager[Any] | None = None,
+    clip: float | None = None,
+) -> float:
+    """Seconds of a step, once some are over and the `clock` of the device is set; `around` each forward."""
+
+    def step() -> float:
+        began = time.perf_counter()
+        with around or nullcontext():
+            loss = model(x).square().mean()
+        loss.backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.accelerator.synchronize()
+        return time.perf_counter() - began
+
+    for _ in range(3):
+        step()
+    clock()
+    return statistics.median(step() for _ in range(steps))
+
+
 def step_seconds(sim: Any, transfer_seconds: float) -> float:
     """The median of some steps."""
     model = nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)) for _ in range(LAYERS)])
@@ -46,21 +77,9 @@ def step_seconds(sim: Any, transfer_seconds: float) -> float:
     prepared.engine.streamer.room.planned_capacity = 4 * max(unit.nbytes for unit in prepared.engine.parameters.units)
     prepared.engine.streamer.drop_idle()
     x = torch.randn(ROWS, WIDTH, device="sim")
-
-    def step() -> float:
-        began = time.perf_counter()
-        model(x).square().mean().backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        torch.accelerator.synchronize()
-        return time.perf_counter() - began
-
-    for _ in range(3):
-        step()
-    rate = 2 * 4 * WIDTH**2 / transfer_seconds
-    sim.set_clock(3 * 2 * ROWS * WIDTH**2 / COMPUTE_SECONDS, memory=1e15, to_device=rate, to_host=rate)
-    return statistics.median(step() for _ in range(STEPS))
+    rate, flops = 2 * 4 * WIDTH**2 / transfer_seconds, 3 * 2 * ROWS * WIDTH**2 / COMPUTE_SECONDS
+    clock = partial(sim.set_clock, flops, memory=1e15, to_device=rate, to_host=rate)
+    return median_of(STEPS, clock, model, optimizer, x, clip=1.0)
 
 
 class Layer(nn.Module):
@@ -94,24 +113,10 @@ def moved_seconds(sim: Any, kind: str, transfer_seconds: float) -> float:
         outsize.prepare(model, optimizer, device="sim", host_memory="64MiB", activations=kind, **places)
     else:
         model.to("sim")
-    around = moving(kind, model)
     x = torch.randn(TOKENS, WIDTH, device="sim")
-
-    def step() -> float:
-        began = time.perf_counter()
-        with around:
-            loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        torch.accelerator.synchronize()
-        return time.perf_counter() - began
-
-    for _ in range(3):
-        step()
-    rate = 4 * TOKENS * WIDTH / transfer_seconds
-    sim.set_clock(2 * 2 * TOKENS * WIDTH**2 / FORWARD_SECONDS, memory=1e15, to_device=rate, to_host=rate)
-    return statistics.median(step() for _ in range(5))
+    rate, flops = 4 * TOKENS * WIDTH / transfer_seconds, 2 * 2 * TOKENS * WIDTH**2 / FORWARD_SECONDS
+    clock = partial(sim.set_clock, flops, memory=1e15, to_device=rate, to_host=rate)
+    return median_of(5, clock, model, optimizer, x, moving(kind, model))
 
 
 def activations(directory: str) -> list[Row]:

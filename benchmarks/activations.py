@@ -70,10 +70,12 @@ class Layer(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-class Stack(nn.Module):
-    def __init__(self, depth: int, width: int = WIDTH) -> None:
+class Of(nn.Module):
+    """Layers of one kind."""
+
+    def __init__(self, layer: Callable[[], nn.Module], depth: int = 8) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Layer(width) for _ in range(depth)])
+        self.layers = nn.ModuleList([layer() for _ in range(depth)])
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -83,7 +85,7 @@ class Stack(nn.Module):
 
 def prepared(depth: int, directory: str, width: int = WIDTH, **fields: Any) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
-    model = Stack(depth, width)
+    model = Of(partial(Layer, width), depth)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     places = dict.fromkeys(("params", "grads", "states"), fields.pop("place", "host"))
     fields = {"host_memory": "2GiB", **places, **fields}
@@ -130,7 +132,7 @@ def memory(directory: str) -> list[Row]:
     return rows
 
 
-class Checkpointed(Stack):
+class Checkpointed(Of):
     """By torch's own checkpoints."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -149,9 +151,9 @@ def timed(directory: str) -> list[Row]:
 def timed_row(directory: str, drive: AbstractContextManager[None], bytes_a_second: float) -> Row:
     x = batch()
 
-    def plain(build: Callable[[int], nn.Module]) -> tuple[nn.Module, Any]:
+    def plain(build: type[Of]) -> tuple[nn.Module, Any]:
         torch.manual_seed(0)
-        model = build(12)
+        model = build(Layer, 12)
         return model, torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def one(kind: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[float, float]:
@@ -170,9 +172,9 @@ def timed_row(directory: str, drive: AbstractContextManager[None], bytes_a_secon
             "recompute": prepared(12, directory, activations="recompute"),
             "offload": prepared(12, directory, activations="offload", activations_tier="disk"),
             "keep": prepared(12, directory, activations="keep"),
-            "plain torch": plain(Stack),
+            "plain torch": plain(Of),
             "its checkpoints": plain(Checkpointed),
-            "save_on_cpu": plain(Stack),
+            "save_on_cpu": plain(Of),
         }
         taken: dict[str, list[tuple[float, float]]] = {kind: [] for kind in loops}
         for number in range(5):
@@ -213,19 +215,6 @@ class Gated(nn.Module):
         y = self.norm(x)
         y = torch.tanh(self.gate(y)) * torch.sigmoid(self.up(y))
         return x + self.drop(self.down(torch.nn.functional.gelu(y) * y))
-
-
-class Of(nn.Module):
-    """Layers of one kind."""
-
-    def __init__(self, layer: Callable[[], nn.Module], depth: int = 8) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([layer() for _ in range(depth)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 def attention() -> nn.Module:
@@ -387,17 +376,24 @@ def micro_batches_of(directory: str, rows: int, steps: int = 5) -> list[Row]:
     ]
 
 
-def tile_peak(tiles: str) -> Mapping[str, object]:
-    """Runs in a process of its own."""
+def mlp() -> nn.Module:
     torch.manual_seed(0)
-    mlp = nn.Sequential(nn.Linear(256, 4096), nn.GELU(), nn.Linear(4096, 256))
-    outsize.tiled(mlp, dim=1, tiles=int(tiles))
+    return nn.Sequential(nn.Linear(256, 4096), nn.GELU(), nn.Linear(4096, 256))
+
+
+def peak_of_positions(module: nn.Module) -> Mapping[str, object]:
+    """Of the forward and the backward of an MLP."""
     x = torch.randn(1, 16384, 256, requires_grad=True)
-    mlp(x[:, :64]).sum().backward()
+    module(x[:, :64]).sum().backward()
     before = rss_bytes()
     with PeakRss() as peak:
-        mlp(x).sum().backward()
+        module(x).sum().backward()
     return {"peak": peak.peak - before}
+
+
+def tile_peak(tiles: str) -> Mapping[str, object]:
+    """Runs in a process of its own."""
+    return peak_of_positions(outsize.tiled(mlp(), dim=1, tiles=int(tiles)))
 
 
 BUDGETS = ("256MiB", "8GiB")
@@ -406,16 +402,9 @@ BUDGETS = ("256MiB", "8GiB")
 
 def chosen_tile_peak(budget: str) -> Mapping[str, object]:
     """Runs in a process of its own."""
-    torch.manual_seed(0)
-    mlp = nn.Sequential(nn.Linear(256, 4096), nn.GELU(), nn.Linear(4096, 256))
-    model = nn.ModuleList([mlp, nn.Linear(256, 16)])
+    model = nn.ModuleList([mlp(), nn.Linear(256, 16)])
     outsize.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), host_memory=budget, activations="keep")
-    x = torch.randn(1, 16384, 256, requires_grad=True)
-    model[0](x[:, :64]).sum().backward()
-    before = rss_bytes()
-    with PeakRss() as peak:
-        model[0](x).sum().backward()
-    return {"peak": peak.peak - before}
+    return peak_of_positions(model[0])
 
 
 def tiles(directory: str) -> list[Row]:
@@ -449,14 +438,9 @@ class Head(nn.Module):
         return self.head(self.norm(x))
 
 
-def loss_of(kind: str, dtype: str, tokens: str) -> Mapping[str, object]:
-    """Runs in a process of its own."""
-    torch.manual_seed(0)
-    count, compute = int(tokens), getattr(torch, dtype)
-    model = Head().to(compute)
-    if kind == "outsize":
-        outsize.prepare(model, device="cpu", host_memory="1GiB", params="device", grads="device")
-    x = torch.randn(1, count, WIDTH, generator=torch.Generator().manual_seed(0)).to(compute)
+def measured(model: nn.Module, width: int, count: int, fewer: int, dtype: torch.dtype) -> Mapping[str, object]:
+    """A head and its loss on so many tokens, after fewer of them: peak memory, time, the loss."""
+    x = torch.randn(1, count, width, generator=torch.Generator().manual_seed(0)).to(dtype)
     labels = torch.randint(VOCABULARY, (count,), generator=torch.Generator().manual_seed(0))
 
     def once(tokens: int) -> float:
@@ -465,7 +449,7 @@ def loss_of(kind: str, dtype: str, tokens: str) -> Mapping[str, object]:
         model.zero_grad()
         return loss.item()
 
-    once(512)
+    once(fewer)
     before, times = rss_bytes(), []
     for _ in range(3):
         began = time.perf_counter()
@@ -473,6 +457,30 @@ def loss_of(kind: str, dtype: str, tokens: str) -> Mapping[str, object]:
             loss = once(count)
         times.append(time.perf_counter() - began)
     return {"peak": peak.peak - before, "seconds": statistics.median(times), "loss": loss}
+
+
+def compared(*child: str) -> tuple[list[int], str, float, float]:
+    """Of outsize and of torch: peaks, times in words, their ratio, and how far their losses are apart."""
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "262144"
+    name, *arguments = child
+    plain, ours = (
+        run_child("benchmarks.activations", "--child", name, kind, *arguments) for kind in ("plain", "outsize")
+    )
+    seconds = [float(str(each["seconds"])) for each in (ours, plain)]
+    ratio = seconds[0] / seconds[1]
+    told = f"{ratio:.2f} x ({seconds[0]:.1f} / {seconds[1]:.1f} s)"
+    apart = abs(float(str(ours["loss"])) / float(str(plain["loss"])) - 1)
+    return [int(str(each["peak"])) for each in (ours, plain)], told, ratio, apart
+
+
+def loss_of(kind: str, dtype: str, tokens: str) -> Mapping[str, object]:
+    """Runs in a process of its own."""
+    torch.manual_seed(0)
+    compute = getattr(torch, dtype)
+    model = Head().to(compute)
+    if kind == "outsize":
+        outsize.prepare(model, device="cpu", host_memory="1GiB", params="device", grads="device")
+    return measured(model, WIDTH, int(tokens), 512, compute)
 
 
 def loss(directory: str) -> list[Row]:
@@ -484,24 +492,14 @@ def loss_bf16(directory: str) -> list[Row]:
 
 
 def loss_rows(dtype: str, tokens: int) -> list[Row]:
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = "262144"
-    child = partial(run_child, "benchmarks.activations", "--child", "loss")
-    plain, ours = (child(kind, dtype, str(tokens)) for kind in ("plain", "outsize"))
+    peaks, times, ratio, apart = compared("loss", dtype, str(tokens))
     whole = tokens * VOCABULARY * getattr(torch, dtype).itemsize
-    peaks = [int(str(each["peak"])) for each in (ours, plain)]
-    seconds = [float(str(each["seconds"])) for each in (ours, plain)]
-    apart = abs(float(str(ours["loss"])) / float(str(plain["loss"])) - 1)
     what = f"{tokens:,} tokens x 131,072 logits ({whole >> 30} GiB in {dtype}), head and loss"
     told = f"{peaks[0] / MIB:.0f} MiB ({peaks[1] / MIB:.0f} in torch)"
     least = 2 * VOCABULARY * WIDTH * 4 + 2 * whole // 16
     return [
         Row(f"{what}: peak memory", told, "the weight's gradient twice and 2 tiles of a sixteenth", peaks[0] <= least),
-        Row(
-            f"{what}: time; losses {apart:.0e} apart",
-            f"{seconds[0] / seconds[1]:.2f} x ({seconds[0]:.1f} / {seconds[1]:.1f} s)",
-            "<= 1.10 x",
-            seconds[0] <= 1.1 * seconds[1],
-        ),
+        Row(f"{what}: time; losses {apart:.0e} apart", times, "<= 1.10 x", ratio <= 1.1),
     ]
 
 
@@ -589,46 +587,20 @@ def weight(directory: str) -> list[Row]:
 def head_of(kind: str, directory: str) -> Mapping[str, object]:
     """Runs in a process of its own."""
     torch.manual_seed(0)
-    model, count, width = Head(1024), 1024, 1024
+    model = Head(1024)
     if kind == "outsize":
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         outsize.prepare(model, optimizer, device="cpu", host_memory="256MiB", disk=directory)
-    x = torch.randn(1, count, width, generator=torch.Generator().manual_seed(0))
-    labels = torch.randint(VOCABULARY, (count,), generator=torch.Generator().manual_seed(0))
-
-    def once(tokens: int) -> float:
-        loss = torch.nn.functional.cross_entropy(model(x[:, :tokens]).view(-1, VOCABULARY), labels[:tokens])
-        loss.backward()
-        model.zero_grad()
-        return loss.item()
-
-    once(256)
-    before, times = rss_bytes(), []
-    for _ in range(3):
-        began = time.perf_counter()
-        with PeakRss() as peak:
-            loss = once(count)
-        times.append(time.perf_counter() - began)
-    return {"peak": peak.peak - before, "seconds": statistics.median(times), "loss": loss}
+    return measured(model, 1024, 1024, 256, torch.float32)
 
 
 def head(directory: str) -> list[Row]:
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = "262144"
-    child = partial(run_child, "benchmarks.activations", "--child", "head")
-    plain, ours = (child(kind, directory) for kind in ("plain", "outsize"))
-    peaks = [int(str(each["peak"])) for each in (ours, plain)]
-    seconds = [float(str(each["seconds"])) for each in (ours, plain)]
-    apart = abs(float(str(ours["loss"])) / float(str(plain["loss"])) - 1)
+    peaks, times, _, apart = compared("head", directory)
     told = f"{peaks[0] / MIB:.0f} MiB ({peaks[1] / MIB:.0f} in torch, which has the weight besides)"
     what = "a head of 512 MiB in tiles and its loss, 1,024 tokens (512 MiB of logits), under 256 MiB"
     return [
         Row(f"{what}: peak memory", told, "<= the budget and two tiles of logits", peaks[0] <= (256 + 128) * MIB),
-        Row(
-            f"the same: time; losses {apart:.0e} apart",
-            f"{seconds[0] / seconds[1]:.2f} x ({seconds[0]:.1f} / {seconds[1]:.1f} s)",
-            "4 products in place of 3",
-            apart <= 1e-6,
-        ),
+        Row(f"the same: time; losses {apart:.0e} apart", times, "4 products in place of 3", apart <= 1e-6),
     ]
 
 

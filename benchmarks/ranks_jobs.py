@@ -15,21 +15,13 @@ from torch import nn
 
 import outsize
 from benchmarks.drives import limited
-from benchmarks.models import llama, tokens
+from benchmarks.models import llama, tokens, train_step
 
 Step = Callable[[torch.Tensor], float]
 
 
 def _loss_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    def step(batch: torch.Tensor) -> float:
-        loss = model(input_ids=batch, labels=batch).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(loss.detach())
-
-    return step
+    return lambda batch: train_step(model, optimizer, batch)[0]
 
 
 def ours(layers: int, stage: int, tier: str, disk: str) -> tuple[Step, nn.Module]:
