@@ -142,6 +142,17 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
     return found
 
 
+def opened(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of the safetensors files of a folder."""
+    from safetensors.torch import load_file
+
+    return {
+        name: value.to(torch.get_default_device())
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, value in load_file(file).items()
+    }
+
+
 def peak_of(call: Any) -> int:
     """Bytes that the process's memory grew at its highest while `call` ran, without the pages of code that were used
     again: a system may take those back from a process that has not used them for a while."""

@@ -25,7 +25,7 @@ from outsize.checkpoint.folder import locked
 from outsize.formats import weights
 from outsize.formats.pieces import EXPORT_NUMEL
 from outsize.move.memory import PAGE_BYTES
-from tests.api.checkpoint_runs import Small, peak_of, prepare
+from tests.api.checkpoint_runs import Small, opened, peak_of, prepare
 from tests.conftest import assert_same, no_file_above
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -50,14 +50,6 @@ def prepared(model: nn.Module, tmp: Path, tier: str = "disk", **fields: Any) -> 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     prepare(model, optimizer, tier, tmp, **fields)
     return optimizer
-
-
-def opened(folder: Path) -> dict[str, torch.Tensor]:
-    return {
-        name: value.to(torch.get_default_device())
-        for file in sorted(folder.glob("*.safetensors"))
-        for name, value in safetensors.load_file(file).items()
-    }
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "llama-tied", "mixtral", "bert"])

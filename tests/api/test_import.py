@@ -23,7 +23,7 @@ from outsize.formats import hugging
 from outsize.run import mapped_files
 from outsize.run.mapped_files import MappedFiles
 from outsize.run.paging import page_in
-from tests.api.checkpoint_runs import Small, everything, prepare
+from tests.api.checkpoint_runs import Small, everything, opened, prepare
 from tests.conftest import assert_same
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -128,9 +128,9 @@ def prepared(model: Any, tmp: Path, tier: str = "disk", **fields: Any) -> Any:
     return model
 
 
-def opened(folder: Path) -> dict[str, torch.Tensor]:
-    file = safetensors.load_file(folder / "model.safetensors")
-    return {name: value.to(torch.get_default_device()) for name, value in file.items()}
+def of_others(tied: str = "head.weight") -> dict[str, torch.Tensor]:
+    """What others store of a `Small`: one name alone of the tied weight."""
+    return {name: value.clone() for name, value in Small(1).state_dict().items() if name != tied}
 
 
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
@@ -146,15 +146,13 @@ def test_an_export_comes_back_bit_for_bit(tier: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_fp32_weights_become_the_masters_of_16_bit_ones(dtype: torch.dtype, tier: str, tmp_path: Path) -> None:
-    plain = Small(1)
-    expected = {name: value.clone() for name, value in plain.state_dict().items() if name != "head.weight"}
+    expected = of_others()
     safetensors.save_file(expected, tmp_path / "model.safetensors")
     target = prepared(Small(2), tmp_path, tier, compute_dtype=dtype)
     outsize.load(tmp_path, target)
     export(tmp_path / "again", target, dtype=torch.float32)
     found = opened(tmp_path / "again")
-    params = [name for name, _ in plain.named_parameters()]
-    assert all(torch.equal(found[name], expected[name]) for name in params)
+    assert all(torch.equal(found[name], expected[name]) for name, _ in target.named_parameters())
 
 
 @pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -182,16 +180,15 @@ def test_weights_that_transformers_saved_give_its_logits(pretrained: Path, tmp_p
 
 
 def test_a_tied_weight_is_found_under_either_name(tmp_path: Path) -> None:
-    tensors = {name: value for name, value in Small(1).state_dict().items() if name != "embed.weight"}
-    safetensors.save_file({name: value.clone() for name, value in tensors.items()}, tmp_path / "model.safetensors")
+    tensors = of_others(tied="embed.weight")
+    safetensors.save_file(tensors, tmp_path / "model.safetensors")
     target = prepared(Small(2), tmp_path)
     outsize.load(tmp_path, target)
     assert torch.equal(everything(target)["embed.weight"], tensors["head.weight"])
 
 
 def test_a_head_of_its_own_of_another_shape_does_not_fit_a_tied_model(tmp_path: Path) -> None:
-    tensors = {**Small(1).state_dict(), "head.weight": torch.zeros(31, 8)}
-    safetensors.save_file({name: value.clone() for name, value in tensors.items()}, tmp_path / "model.safetensors")
+    safetensors.save_file({**of_others(), "head.weight": torch.zeros(31, 8)}, tmp_path / "model.safetensors")
     target = prepared(Small(2), tmp_path)
     with pytest.raises(
         ValueError, match="of another model: 1 weights of another shape: head.weight is 31x8 there and 30x8 here"
@@ -201,7 +198,7 @@ def test_a_head_of_its_own_of_another_shape_does_not_fit_a_tied_model(tmp_path: 
 
 @pytest.mark.parametrize("compute_dtype", [torch.float32, torch.bfloat16])
 def test_an_optional_weight_that_is_not_there_keeps_its_value(compute_dtype: torch.dtype, tmp_path: Path) -> None:
-    tensors = {name: value.clone() for name, value in Small(1).state_dict().items() if name != "head.weight"}
+    tensors = of_others()
     missing = {name: tensors.pop(name) for name in ("wide.bias", "norm.weight", "norm.running_mean")}
     safetensors.save_file(tensors, tmp_path / "model.safetensors")
     target = prepared(Small(2), tmp_path, compute_dtype=compute_dtype)
@@ -277,7 +274,7 @@ def test_a_folder_of_transformers_that_is_meant_to_differ_is_passed_over(what: s
 def test_without_strict_what_only_one_side_has_is_passed_over_and_listed(
     tier: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tensors = {name: value.clone() for name, value in Small(1).state_dict().items() if name != "head.weight"}
+    tensors = of_others()
     missing = {name: tensors.pop(name) for name in ("norm.running_mean", "wide.bias")}
     safetensors.save_file({**tensors, "gate": torch.ones(3)}, tmp_path / "model.safetensors")
     target = prepared(Small(2), tmp_path, tier)

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import outsize
 from tests.conftest import Block, train
+from tests.ranks import training
 from tests.ranks.launching import in_turn, run_on_ranks
 from tests.ranks.training import HIDDEN, WIDTH, assert_near, same_bits
 
@@ -130,11 +130,7 @@ def train_stages(name: str, place: Place, disk: str, tied: bool = False) -> Trai
         losses += [torch.stack(of_parts).mean().item() * (parts_of_batch if tied else 1)] if of_parts else []
     names = {id(param): each for each, param in blocks.named_parameters()}
     with outsize.gathered(model):
-        return losses, {names[id(param)]: whole_of(param.detach()).clone() for param in model.parameters()}
-
-
-def whole_of(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+        return losses, {names[id(param)]: training.whole(param.detach()).clone() for param in model.parameters()}
 
 
 def loss_of(parts: int, x: Tensor, y: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import outsize
 from tests.conftest import assert_same
 from tests.ranks.launching import in_turn, run_on_ranks
-from tests.ranks.test_tensor_parallel import Way, llama, optimizer_of, prepared, sequence_parallel, tokens, train, whole
+from tests.ranks.test_tensor_parallel import Way, llama, optimizer_of, prepared, sequence_parallel, tokens, train
+from tests.ranks.training import named_weights
 
 TIED = Way(tier="disk", steps=1, tied=True)
 WAYS = [
@@ -28,11 +29,6 @@ WAYS = [
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, way: Way, first: int) -> None:
     group = dist.get_rank() // way.shape[-1] if dist.is_initialized() else 0
     train(model, optimizer, way, lambda step: tokens(first + step, group))
-
-
-def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    with outsize.gathered(model):
-        return {name: whole(param.detach()).clone() for name, param in model.named_parameters()}
 
 
 def backward(model: nn.Module, way: Way) -> None:
@@ -52,7 +48,7 @@ def save_and_go_on(ways: list[Way], disk: str) -> list[dict[str, Tensor]]:
         outsize.save(Path(disk) / f"{index}" / "middle", model, optimizer).wait()
         steps(model, optimizer, way, 1)
         outsize.export(Path(disk) / f"{index}" / "weights", model)
-        found.append(values(model, optimizer))
+        found.append(named_weights(model))
         del model, optimizer, mesh
     return found
 
@@ -64,7 +60,7 @@ def load_and_go_on(ways: list[Way], disk: str) -> list[dict[str, Tensor]]:
         steps(model, optimizer, way, 7)  # another place
         outsize.load(Path(disk) / f"{index}" / "middle", model, optimizer)
         steps(model, optimizer, way, 1)
-        found.append(values(model, optimizer))
+        found.append(named_weights(model))
         del model, optimizer, mesh
     return found
 
@@ -72,7 +68,7 @@ def load_and_go_on(ways: list[Way], disk: str) -> list[dict[str, Tensor]]:
 def load(path: str, way: Way, disk: str) -> dict[str, Tensor]:
     model, optimizer, _ = prepared(way, disk)
     assert outsize.load(path, model, optimizer) == {"step": 1}
-    return values(model, optimizer)
+    return named_weights(model)
 
 
 @dataclass(frozen=True)
@@ -114,7 +110,8 @@ def test_going_on_is_exact(saved: Saved) -> None:
 def test_other_ranks_load_the_same_bits(saved: Saved, tmp_path: Path) -> None:
     """2 x 2 ranks, then one, 1 x 4, 2 x 1, 1 x 2 with other modules split."""
     tied, split = (saved.folder / f"{index}" / "saved" for index in (0, 3))
-    as_tied, as_split = values(*alone(TIED, tied, tmp_path)), values(*alone(WAYS[3], split, tmp_path))
+    (one, _), (other, _) = alone(TIED, tied, tmp_path), alone(WAYS[3], split, tmp_path)
+    as_tied, as_split = named_weights(one), named_weights(other)
     for found in saved.on_one_by_four:
         assert_same(found, as_tied)
     otherwise = replace(WAYS[3], stage=3, tier="host", parallelize=sequence_parallel, shape=(1, 2))
@@ -137,13 +134,13 @@ def test_optimizer_state_comes_back_through_other_ranks(saved: Saved, tmp_path: 
     """One rank, then 2 x 2, then one again: every array of every parameter, with split norms, in bf16 with masters."""
     way = WAYS[1]
     model, optimizer = alone(way, saved.folder / "1" / "saved", tmp_path)
-    first, states = values(model, optimizer), [dict(optimizer.state[param]) for param in model.parameters()]
+    first, states = named_weights(model), [dict(optimizer.state[param]) for param in model.parameters()]
     outsize.save(tmp_path / "one", model, optimizer, {"step": 1}).wait()
     place = tmp_path / "disk"
     place.mkdir()
     run_on_ranks(4, save_again, str(tmp_path / "one"), way, str(place))
     model, optimizer = alone(way, place / "again", tmp_path)
-    assert_same(values(model, optimizer), first)
+    assert_same(named_weights(model), first)
     for param, state in zip(model.parameters(), states, strict=True):
         now = optimizer.state[param]
         assert now.keys() == state.keys()
@@ -156,7 +153,7 @@ def test_numpy_reads_it(index: int, saved: Saved, tmp_path: Path) -> None:
     numpy_reader = pytest.importorskip("tests.api.numpy_reader")
     folder = saved.folder / f"{index}" / "saved"
     model, optimizer = alone(replace(WAYS[index], dtype=torch.float32, fields_more=()), folder, tmp_path)
-    weights = values(model, optimizer)
+    weights = named_weights(model)
     for name, record in json.loads((folder / "manifest.json").read_text())["parameters"].items():
         assert torch.equal(torch.from_numpy(numpy_reader.weight(folder, record)), weights[name]), name
         state = optimizer.state[model.get_parameter(name)]

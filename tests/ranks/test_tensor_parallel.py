@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 import outsize
 from tests.conftest import assert_same, take_step
 from tests.ranks.launching import in_turn, run_on_ranks
+from tests.ranks.training import named_weights, whole
 
 LENGTH, VOCABULARY = 16, 128
 NAMES = ("data", "tp")
@@ -150,10 +151,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, way: Way, batch: C
     return found
 
 
-def whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
 def plain(way: Way, parts: int) -> tuple[Curve, dict[str, Tensor]]:
     """Plain torch on the batches of all data-parallel ranks together."""
     torch.set_num_threads(1)
@@ -164,7 +161,7 @@ def plain(way: Way, parts: int) -> tuple[Curve, dict[str, Tensor]]:
         way,
         lambda step: torch.cat([tokens(step, part) for part in range(parts)]),
     )
-    return curve, {name: param.detach().clone() for name, param in model.named_parameters()}
+    return curve, named_weights(model)
 
 
 def prepared(way: Way, disk: str) -> tuple[nn.Module, torch.optim.Optimizer, DeviceMesh]:
@@ -186,9 +183,8 @@ def train_parallel(ways: list[Way], disk: str) -> list[tuple[Curve, dict[str, Te
         losses = torch.tensor([loss for loss, _ in curve], dtype=torch.float64)
         dist.all_reduce(losses)
         losses /= dist.get_world_size()
-        with outsize.gathered(model):
-            weights = {name: whole(param.detach()).clone() for name, param in model.named_parameters()}
-        found.append(([(float(loss), norm) for loss, (_, norm) in zip(losses, curve, strict=True)], weights))
+        curve = [(float(loss), norm) for loss, (_, norm) in zip(losses, curve, strict=True)]
+        found.append((curve, named_weights(model)))
         del model, optimizer, mesh
     return found
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import outsize
 from tests.conftest import Block, adamw, train, weights
 from tests.ranks.launching import Ended, ends_on_ranks, in_turn, run_on_ranks
-from tests.ranks.training import HIDDEN, WIDTH
+from tests.ranks.training import HIDDEN, WIDTH, named_weights
 
 LAYERS, MICRO_BATCHES = 4, 2
 NAMES = ("dp", "tp", "pp")
@@ -119,11 +119,7 @@ def run(shape: Shape, disk: str, name: str = "Schedule1F1B", split: bool = False
 
 def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Weights by name, as far as this stage has them, and on one rank alone the optimizer state too."""
-    found = {}
-    with outsize.gathered(model):
-        for name, param in model.named_parameters():
-            whole = param.detach()
-            found[name] = (whole.full_tensor() if hasattr(whole, "full_tensor") else whole).clone()
+    found = named_weights(model)
     alone = not dist.is_initialized()
     for name, param in model.named_parameters():
         for key, value in optimizer.state[param].items() if alone else ():

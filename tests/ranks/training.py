@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import outsize
 from outsize.api.assemble import prepared_of
@@ -39,10 +40,14 @@ def prepared(model: nn.Module) -> Any:
     return prepared_of(next(model.parameters()))
 
 
+def whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Of a prepared model, on every rank, or of a plain one."""
+    """Whole, of a prepared model, on every rank, or of a plain one."""
     with outsize.gathered(model) if prepared(model) else nullcontext():
-        return {name: param.detach().cpu().clone() for name, param in model.named_parameters()}
+        return {name: whole(param.detach()).cpu().clone() for name, param in model.named_parameters()}
 
 
 def weights_of(model: nn.Module) -> list[Tensor]:

@@ -378,33 +378,20 @@ def test_unused_modules_and_outputs_stay_as_they_are(workshop: Workshop, tier: s
     assert pair.model.blocks[2].up.weight.grad is None
 
 
-def returns_tuple(out: Tensor, hidden: Tensor) -> Any:
-    return out, (hidden, None, "text")
-
-
-def returns_dict(out: Tensor, hidden: Tensor) -> Any:
-    return {"out": out, "more": [hidden]}
-
-
-def returns_namedtuple(out: Tensor, hidden: Tensor) -> Any:
-    return Point(out, hidden)
-
-
-def returns_dataclass(out: Tensor, hidden: Tensor) -> Any:
-    return Output(out, hidden)
-
-
-READERS: dict[Any, Any] = {
-    returns_tuple: lambda result: (result[0], result[1][0]),
-    returns_dict: lambda result: (result["out"], result["more"][0]),
-    returns_namedtuple: lambda result: (result.out, result.hidden),
-    returns_dataclass: lambda result: (result.out, result.hidden),
+RETURNS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[Tensor, Tensor]]]] = {
+    "tuple": (lambda out, hidden: (out, (hidden, None, "text")), lambda result: (result[0], result[1][0])),
+    "dict": (lambda out, hidden: {"out": out, "more": [hidden]}, lambda result: (result["out"], result["more"][0])),
+    "namedtuple": (Point, lambda result: (result.out, result.hidden)),
+    "dataclass": (Output, lambda result: (result.out, result.hidden)),
 }
+"""What a module returns of two tensors, and how they are read."""
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
-@pytest.mark.parametrize("returns", list(READERS), ids=lambda returns: returns.__name__)
-def test_outputs_of_any_type_pass_unchanged(workshop: Workshop, returns: Any, activations: str) -> None:
+@pytest.mark.parametrize("kind", RETURNS)
+def test_outputs_of_any_type_pass_unchanged(workshop: Workshop, kind: str, activations: str) -> None:
+    returns, read = RETURNS[kind]
+
     class Part(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -422,14 +409,14 @@ def test_outputs_of_any_type_pass_unchanged(workshop: Workshop, returns: Any, ac
         def forward(self, x: Tensor) -> Any:
             for part in self.parts:
                 result = part(x)
-                out, hidden = READERS[returns](result)
+                out, hidden = read(result)
                 x = out + hidden
             return type(result), returns(self.head(x), x)
 
     def loss_of(model: nn.Module, batch: Any) -> Tensor:
-        kind, result = model(batch[0])
-        assert type(result) is kind
-        out, hidden = READERS[returns](result)
+        inside, result = model(batch[0])
+        assert type(result) is inside
+        out, hidden = read(result)
         return (out - batch[1]).square().mean() + hidden.mean()
 
     workshop.pair(Whole, tier="squeezed", activations=activations).train(batches(3), loss_of=loss_of)
