@@ -1,5 +1,6 @@
 """Damaged checkpoints: a load gives the right bits or an error that names the file, and leaves the run as it was."""
 
+import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,9 +9,11 @@ import pytest
 
 from benchmarks.checkpoint_fuzz import KINDS, Specimen, Tally, flip_everywhere, fuzz
 from benchmarks.checkpoint_mutations import pipe
+from benchmarks.checkpoint_runs import ON_DISK, TinyRun
 from outsize.checkpoint.manifest import MANIFEST_NAME
+from tests.conftest import prepared
 
-INPUTS, FLIPS = 60, 24
+INPUTS, FLIPS, LIVE_FLIPS = 60, 24, 12
 ALL_OVER = 197
 """A number of bytes that is prime to every row, page and file."""
 
@@ -60,3 +63,50 @@ def test_a_pipe_for_a_manifest_does_not_hang_a_load_or_a_save(specimen: Specimen
     assert not tally.wrong
     with pytest.raises(FileExistsError, match="not an outsize checkpoint"):
         specimen.run.save(specimen.folder)
+
+
+# -- verify=True: the live files ---------------------------------------------------------------------------------------
+
+
+def test_verify_finds_every_flipped_bit_of_live_data_that_matters(swift: Path) -> None:
+    draw = random.Random(13)
+    disk = swift / "live"
+    disk.mkdir()
+    whole = TinyRun(disk, ON_DISK)
+    whole.step()
+    whole.step()
+    expected, found = whole.digest(), 0
+    whole.close()
+    for _ in range(LIVE_FLIPS):
+        run = TinyRun(disk, ON_DISK, verify=True)
+        run.step()
+        run.digest()
+        prepared(run.model).engine.streamer.drop_idle()
+        file = _flip(draw.choice(sorted(disk.glob("outsize-run-*/unit-?????.0"))), draw)
+        seen = _step_or_error(run)
+        if isinstance(seen, OSError):
+            assert "bad checksum" in str(seen)
+            assert seen.filename == str(file)
+            found += 1
+        else:
+            assert seen == expected
+        run.close()
+    assert found > LIVE_FLIPS // 2
+
+
+def _step_or_error(run: TinyRun) -> str | OSError:
+    """The bits after one more step, or what stood in its way."""
+    try:
+        run.step()
+        return run.digest()
+    except OSError as error:
+        return error.with_traceback(None)
+
+
+def _flip(file: Path, draw: random.Random) -> Path:
+    opened = os.open(file, os.O_RDWR)
+    at = draw.randrange(os.fstat(opened).st_size)
+    os.pwrite(opened, bytes([os.pread(opened, 1, at)[0] ^ 1 << draw.randrange(8)]), at)
+    os.fsync(opened)
+    os.close(opened)
+    return file
