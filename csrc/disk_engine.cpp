@@ -85,7 +85,6 @@ bool Piece::advance(std::int64_t result) {
         if (target != nullptr) std::memcpy(target, address + skip, needed - skip);
         return true;
     }
-    if (futile == kFutileAttempts && operation == Operation::kRead) return fail(kFileEnds);
     if (futile == kFutileAttempts) return fail(ends_past_limit(*this) ? EFBIG : EIO);
     // Whole blocks only keep the alignment of the piece's start, whatever that is; redoing a part of one is harmless.
     resume = is_direct(fd) ? reached / kBlockBytes * kBlockBytes : reached;

@@ -566,3 +566,15 @@ def test_an_interpreter_that_ends_with_a_model_says_nothing(tmp_path: Path) -> N
         [sys.executable, "-c", build_and_end, str(tmp_path)], capture_output=True, text=True, check=True
     )
     assert ended.stderr == ""
+
+
+def test_values_in_a_list_of_ones_own_class_are_read(tmp_path: Path) -> None:
+    """torch's functions take any list."""
+
+    class Several(list[torch.Tensor]):
+        pass
+
+    with init(host_memory=BUDGET, disk=tmp_path):
+        made = [nn.Parameter(torch.full((512, 512), float(number))) for number in range(8)]
+        assert torch.stack(Several(made[:2])).mean() == 0.5
+        assert torch.cat(Several(made[2:4])).mean() == 2.5

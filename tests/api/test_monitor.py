@@ -109,7 +109,7 @@ def test_a_board_that_is_not_installed_is_named(workshop: Workshop, monkeypatch:
 
 def test_a_full_drive_is_told_with_the_file(workshop: Workshop) -> None:
     monitor = outsize.Monitor(workshop.pair(tier="host").model, jsonl="/dev/full")
-    with pytest.raises(OSError, match=r"No space left on device: free some there \(writing\): '/dev/full'"):
+    with pytest.raises(OSError, match=r"No space left on device: free space there \(writing\): '/dev/full'"):
         monitor.step()
 
 

@@ -225,7 +225,7 @@ def test_a_full_drive_is_told_with_the_file(
     full = lambda path, mode, **more: open("/dev/full", "w", **more)  # noqa: E731, SIM115
     monkeypatch.setattr(generating, "open", full, raising=False)
     assert generate(folder, "--prompts", prompts, "--out", out, "--max-new-tokens", NEW) == 2
-    assert f"No space left on device: free some there (writing an answer): '{out}'" in capsys.readouterr().err
+    assert f"No space left on device: free space there (writing an answer): '{out}'" in capsys.readouterr().err
 
 
 def test_an_existing_file_is_not_overwritten(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

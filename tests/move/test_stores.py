@@ -260,7 +260,7 @@ def test_a_full_disk_is_an_error_with_path_and_size(
 
     file = StripedFile(engine, [tmp_path], "unit", 1 << 20)
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match=r"No space left on device: free some there \(reserving 1.0 MiB\).*unit"):
+    with pytest.raises(OSError, match=r"No space left on device: free space there \(reserving 1.0 MiB\).*unit"):
         file.preallocate(0, 1 << 20)
     file.close()
 

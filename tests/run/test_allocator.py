@@ -224,7 +224,8 @@ def test_a_heap_that_takes_long_to_look_through_is_trimmed_for_a_twentieth_of_th
         clock[0] += 0.05
         trimmed.append(clock[0])
 
-    monkeypatch.setattr(memory.time, "monotonic", lambda: clock[0])
+    times = SimpleNamespace(monotonic=lambda: clock[0], thread_time=lambda: clock[0])
+    monkeypatch.setattr(memory, "time", times)
     monkeypatch.setattr(memory, "resident_bytes", lambda: (1 << 30, 0))
     monkeypatch.setattr(memory, "_libc", SimpleNamespace(malloc_trim=trim))
     ledger = memory.Ledger(memory.FreedMemory(memory.LOOK_BYTES))

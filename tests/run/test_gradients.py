@@ -436,13 +436,15 @@ def test_a_penalty_on_parameter_gradients_trains_as_in_torch(workshop: Workshop,
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 @pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+@pytest.mark.parametrize("constant", [False, True], ids=["", "some have no graph"])
 def test_a_penalty_on_gradients_that_a_backward_left_trains_as_in_torch(
-    workshop: Workshop, tier: str, activations: str
+    workshop: Workshop, tier: str, activations: str, constant: bool
 ) -> None:
     pair = workshop.pair(tier=tier, activations=activations)
     for model, optimizer in pair.both:
         for batch in batches(3):
-            squared_error(model, batch).backward(create_graph=True)
+            loss = model(batch[0]).mean() if constant else squared_error(model, batch)
+            loss.backward(create_graph=True)
             sum(param.grad.square().sum() for param in model.parameters() if param.grad is not None).backward()
             optimizer.step()
             optimizer.zero_grad()

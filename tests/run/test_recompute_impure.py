@@ -112,7 +112,7 @@ class LargeAliased(Aliased):
 
 
 class ByKeyword(InTurn):
-    """InTurn the layers' input by name."""
+    """Passes the layers' input by name."""
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

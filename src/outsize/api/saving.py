@@ -121,11 +121,11 @@ def _save(
     state, outdated, saved_at, record, sums = everywhere(ranks, look, "save")
     reduction = prepared.engine.reduction
     if reduction is not None:
-        said = sorted(exchange(everyone, (peers.number, target.name, sums), "save"), key=itemgetter(0))[: peers.size]
+        said = sorted(exchange(everyone, (peers.number, target.name, sums), "save"), key=itemgetter(0))
         names = [name for _, name, _ in said]
         if len(set(names)) > 1:
             raise ValueError(f"the ranks save to different places: {', '.join(names)}; name one shared folder")
-        every = [each for _, _, each in said]
+        every = [each for _, _, each in said[: peers.size]]
         first = {name for name in sums if peers.number == next(at for at, each in enumerate(every) if name in each)}
         before = {name: each for sums in reversed(every) for name, each in sums.items()}
         buffers = {name: each for name, each in buffers.items() if name in first or _is_own(name, sums, before)}

@@ -38,8 +38,8 @@ LARGEST_FILE = 8 << 40
 ENGINE_VARIABLE = "OUTSIZE_DISK_ENGINE"
 _REMEDIES = {
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
-    errno.ENOSPC: "free some there",
-    errno.EDQUOT: "free some there, or have the quota raised",
+    errno.ENOSPC: "free space there",
+    errno.EDQUOT: "free space there, or have the quota raised",
 }
 STRIPE_BYTES = 4 << 20
 RUN_PREFIX = "outsize-run-"

@@ -337,8 +337,8 @@ def zero(content: torch.Tensor) -> None:
 @final
 class FreedMemory:
     """What operations have freed and the allocator keeps. It goes back when `most` bytes have come to memory, or
-    resident memory has grown by as much beside what is known. A heap of very many pieces takes long to look through:
-    then less often, so that it is a twentieth of the time. See Note [Freed memory]."""
+    resident memory has grown by as much beside what is known. A heap of very many pieces takes long to look through. It
+    is looked through less often: what is beyond the usual time is a twentieth. See Note [Freed memory]."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -351,11 +351,11 @@ class FreedMemory:
         self._coming += nbytes
         resident, began = resident_bytes()[0], time.monotonic()
         if (self._coming >= self._most or resident - known > self._least + self._most) and began >= self._next:
-            self._coming = 0
+            self._coming, worked = 0, time.thread_time()
             trim_heap()
-            left, took = resident_bytes()[0], time.monotonic() - began
-            too_long = took - LEAST_SECONDS - (resident - left) * SECONDS_A_BYTE
-            self._next = began + took + 20 * max(too_long, 0)
+            worked, left = time.thread_time() - worked, resident_bytes()[0]
+            too_long = worked - LEAST_SECONDS - max(resident - left, 0) * SECONDS_A_BYTE
+            self._next = began + 20 * max(too_long, 0)
             self._least, resident = left - known, left
         self._least = min(self._least, resident - known)
 

@@ -15,7 +15,7 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from outsize.move.disk import LARGEST_FILE, STRIPE_BYTES, RunDirectory, StripedFile, devices_of, open_engine
 from outsize.move.memory import Ledger, give_back_pages, keep_huge_pages_inside, pages_inside
@@ -462,9 +462,17 @@ def _run(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if name in ("__get__", "__set__"):
         name = f".{func.__self__.__name__}"
     with torch._C.DisableTorchFunctionSubclass(), ExitStack() as held:
-        paged = (each for each in tree_leaves((args, kwargs)) if isinstance(each, PagedParameter))
-        for param in {id(param): param for param in paged}.values():
+        for param in {id(param): param for param in _paged((args, kwargs))}.values():
             held.enter_context(param.pager.in_memory(param, name))
         if func in TO_NUMPY and not args[0].requires_grad:
             args = (args[0].detach(), *args[1:])  # the array keeps this alias, which the use counts show
         return func(*args, **kwargs)
+
+
+def _paged(value: Any) -> Iterator[PagedParameter]:
+    """In lists of any class, which torch's functions take, too."""
+    if isinstance(value, PagedParameter):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _paged(each)

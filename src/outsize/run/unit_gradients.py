@@ -52,6 +52,7 @@ class UnitGradients:
         self._missing: set[str] | None = None  # of this backward; None before the first gradient and after the last
         self._waiting: list[str] = []  # what has arrived and is not laid to rest
         self._waiting_bytes = 0
+        self._with_graph = False  # of a backward with create_graph, of whose gradients a penalty may be made
         self.resting = RestingGrads(self._unit, self, self.place, self._reduction)
         self.shown: dict[str, RestingGrad] = {}  # in whose place `param.grad` is a copy of the values for now
 
@@ -67,6 +68,7 @@ class UnitGradients:
         Whether it is the last that the unit waits for."""
         if self._missing is None:
             self._missing = {each for each, param in self._unit.parameters.items() if requires_grad(param)}
+        self._with_graph = torch.is_grad_enabled()
         self._missing.discard(slot.name)
         self._waiting.append(slot.name)
         self._waiting_bytes += slot.numel * OWN_BYTES[slot.dtype]
@@ -108,7 +110,7 @@ class UnitGradients:
                     grad.detach_()  # a gradient at rest has no graph, which would keep the parameter
             elif grad is not None and self.collector is not None:
                 param.grad = self.collector.collect(name, local_gradient(param, grad), None)
-            elif grad is not None and not grad.requires_grad:  # else create_graph: a penalty may be made of it
+            elif grad is not None and not self._with_graph:
                 grads.append((name, local_gradient(param, grad), None))
         for (name, _, _), laid in zip(grads, self._lay_down(grads), strict=True):
             set_grad(parameters[name], self._at_rest(name, laid))
