@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -32,6 +33,13 @@ bool ends_past_limit(const Piece& piece) {
     rlimit limit;
     return piece.operation == Operation::kWrite && ::getrlimit(RLIMIT_FSIZE, &limit) == 0 &&
            piece.offset + piece.nbytes > limit.rlim_cur;
+}
+
+// Whether the file has less than a read asks for.
+bool ends_early(const Piece& piece) {
+    struct stat found;
+    return piece.operation == Operation::kRead && ::fstat(piece.fd, &found) == 0 &&
+           static_cast<std::size_t>(found.st_size) < piece.offset + piece.needed;
 }
 
 constexpr std::size_t round_up(std::size_t value, std::size_t unit) { return (value + unit - 1) / unit * unit; }
@@ -85,6 +93,7 @@ bool Piece::advance(std::int64_t result) {
         if (target != nullptr) std::memcpy(target, address + skip, needed - skip);
         return true;
     }
+    if (futile == kFutileAttempts && ends_early(*this)) return fail(kFileEnds);
     if (futile == kFutileAttempts) return fail(ends_past_limit(*this) ? EFBIG : EIO);
     // Whole blocks only keep the alignment of the piece's start, whatever that is; redoing a part of one is harmless.
     resume = is_direct(fd) ? reached / kBlockBytes * kBlockBytes : reached;

@@ -293,7 +293,7 @@ def test_a_checkpoint_is_replaced_only_by_a_complete_one(
 
     with monkeypatch.context() as patch:
         patch.setattr(files.os, "pwrite", pwrite)
-        with pytest.raises(OSError, match=r"No space left on device \(writing .*\.bin") as raised:
+        with pytest.raises(OSError, match=r"No space left on device: free space there \(writing .*\.bin") as raised:
             run.save(path)
         assert raised.value.errno == errno.ENOSPC
     assert sorted(each.name for each in path.parent.iterdir()) == ["checkpoint", "disk"]

@@ -113,7 +113,9 @@ def test_seconds_lie_between_those_that_were_measured() -> None:
 
 def test_a_drive_is_not_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probing.os, "pwrite", Mock(side_effect=AssertionError))
-    with pytest.raises(OSError, match=rf"No space left on device \(measuring the drive.*PiB\): '{tmp_path}'"):
+    with pytest.raises(
+        OSError, match=rf"No space left on device: free space there \(measuring the drive.*PiB\): '{tmp_path}'"
+    ):
         probing._disk(tmp_path, (1 << 50) // probing.BLOCK_BYTES)
 
 
@@ -122,6 +124,8 @@ def test_a_full_drive_is_told_with_the_folder(tmp_path: Path, monkeypatch: pytes
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(probing.os, "pwrite", full)
-    with pytest.raises(OSError, match=rf"No space left on device \(measuring the drive.*MiB\): '{tmp_path}'"):
+    with pytest.raises(
+        OSError, match=rf"No space left on device: free space there \(measuring the drive.*MiB\): '{tmp_path}'"
+    ):
         probing._disk(tmp_path, 1)
     assert not [*tmp_path.iterdir()]
