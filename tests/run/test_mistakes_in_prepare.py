@@ -101,7 +101,7 @@ def test_an_unusable_disk_directory_is_named(tmp_path: Path, kind: str, monkeypa
     elif kind == "read-only":
         place.mkdir()
         read_only = OSError(errno.EROFS, os.strerror(errno.EROFS))  # root may write to any mode: the drive refuses
-        monkeypatch.setattr(os, "mkdir", Mock(side_effect=read_only))
+        monkeypatch.setattr(Path, "mkdir", Mock(side_effect=read_only))
     model = Stack()
     refused(model, adamw(model), str(place), disk=place, params="disk", host_memory="64MiB")
 
