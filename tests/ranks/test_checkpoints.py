@@ -348,6 +348,27 @@ def test_one_copy_of_a_mesh_is_saved_and_exported(tmp_path: Path) -> None:
         assert_same(alone.weights(), weights)
 
 
+def save_astray(folder: str, mesh: tuple[int, int] | None) -> list[str]:
+    """Each rank in turn saves to another name than the others."""
+    run, said = Run(Setting(3, "host", mesh=mesh), folder), []
+    run.train(1)
+    run.save(Path(folder) / "good")
+    for who in range(dist.get_world_size()):
+        with pytest.raises(ValueError, match="the ranks save to different places: .*name one shared folder") as raised:
+            run.save(Path(folder) / ("astray" if run.rank == who else "together"))
+        said.append(str(raised.value))
+    run.train(1)
+    run.save(Path(folder) / "after")
+    return said
+
+
+@pytest.mark.parametrize("mesh", [None, (2, 2)], ids=["one copy", "two copies"])
+def test_ranks_that_save_to_different_places_are_refused(tmp_path: Path, mesh: tuple[int, int] | None) -> None:
+    for said in run_on_ranks(2 if mesh is None else 4, save_astray, str(tmp_path), mesh):
+        assert all(each.count("astray") == 1 for each in said)
+    assert sorted(each.name for each in tmp_path.iterdir() if each.name[0] != ".") == ["after", "good"]
+
+
 def fail_to_save(folder: str, who: int) -> str:
     run = Run(Setting(3, "host"), folder)
     run.train(1)
