@@ -155,6 +155,21 @@ def test_peaks_are_those_of_what_rests_and_what_is_at_work(tmp_path: Path) -> No
     assert on_disk["disk"] == pytest.approx(4 * state, rel=0.1)  # units are whole pages
 
 
+@pytest.mark.parametrize(("written", "in_flight"), [(FAST, 1), (1e6, 3)], ids=["fast drive", "slow drive"])
+def test_gradients_on_their_way_to_disk_take_memory_until_they_are_written(
+    written: float, in_flight: int, tmp_path: Path
+) -> None:
+    with torch.device("meta"):
+        model = stack(3, 4096)
+    weight, staging = 4 * 4096**2, 64 << 20
+    machine = replace(IDEAL, disk_write=written, disk_mixed=2 * written)
+    peaks = predicted(
+        model, machine, (torch.zeros(64, 4096),), host_memory="6GiB", disk=tmp_path, **dict.fromkeys(KINDS, "disk")
+    ).peak_bytes
+    least = (3 + in_flight + 1) * weight + staging  # one is still autograd's; blocks as large leave no holes
+    assert least <= peaks["device"] + peaks["host"] <= 1.06 * least
+
+
 @pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="torch has no grouped_mm")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_of_experts_count_as_the_rows_that_they_multiply(dtype: torch.dtype) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from outsize.move.memory import LEAST_BLOCK_BYTES
+from outsize.move.memory import LEAST_BLOCK_BYTES, MOST_BLOCK_BYTES
 from outsize.planning.machine import CPU, Machine
 from outsize.run.operations import Operation
 from outsize.run.wrappers import known_parameters
@@ -32,6 +32,36 @@ HOLES = 0.5
 
 
 @dataclass(frozen=True)
+class Live:
+    """Bytes that operations have made: in the heap of the process, which keeps what is freed, and in blocks too large
+    for it, which go back to the system."""
+
+    heap: int = 0
+    mapped: int = 0
+
+    @classmethod
+    def of(cls, nbytes: int, on_cpu: bool) -> Live:
+        """Of one block."""
+        return cls(mapped=nbytes) if on_cpu and nbytes >= MOST_BLOCK_BYTES else cls(nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        return self.heap + self.mapped
+
+    def __add__(self, other: Live) -> Live:
+        return Live(self.heap + other.heap, self.mapped + other.mapped)
+
+    def __sub__(self, other: Live) -> Live:
+        return Live(self.heap - other.heap, self.mapped - other.mapped)
+
+    def at_least_none(self) -> Live:
+        return Live(max(self.heap, 0), max(self.mapped, 0))
+
+
+NONE_LIVE = Live()
+
+
+@dataclass(frozen=True)
 class Event:
     """One thing that a step does.
 
@@ -44,8 +74,50 @@ class Event:
     module: nn.Module | None = None
     name: str = ""
     seconds: float = 0.0
-    live: int = 0
-    most: int = 0
+    live: Live = NONE_LIVE
+    most: Live = NONE_LIVE
+
+
+class _Made:
+    """The storages that operations have made and nobody has freed."""
+
+    def __init__(self, on_cpu: bool) -> None:
+        self._on_cpu = on_cpu
+        self.alive: dict[int, int] = {}
+        self._live = self._most = NONE_LIVE  # but for small blocks
+        self._small = self._most_small = 0
+
+    @property
+    def live(self) -> Live:
+        return self._live + Live(self._most_small + round(HOLES * self._most_small))
+
+    def add(self, storage: torch.UntypedStorage, counts: bool) -> None:
+        if storage._cdata not in self.alive:
+            nbytes = self.alive[storage._cdata] = storage.nbytes() if counts else 0
+            self._count(nbytes, 1)
+            weakref.finalize(storage, self.remove, storage._cdata)
+
+    def remove(self, storage: int) -> None:
+        self._count(self.alive.pop(storage, 0), -1)
+
+    def _count(self, nbytes: int, sign: int) -> None:
+        if self._on_cpu and nbytes < LEAST_BLOCK_BYTES:
+            self._small += sign * nbytes
+            self._most_small = max(self._most_small, self._small)
+        else:
+            block = Live.of(nbytes, self._on_cpu)
+            self._live = self._live + block if sign > 0 else self._live - block
+
+    def see(self, scratch: int) -> None:
+        """What lives, and scratch memory of a kernel on a CPU beside it."""
+        here = self.live + Live(scratch if self._on_cpu else 0)
+        self._most = max(self._most, here, key=lambda live: live.nbytes)
+
+    def take_most(self) -> Live:
+        """The most that lived since the last call."""
+        self.see(0)
+        most, self._most = self._most, self.live
+        return most
 
 
 _Shape = tuple[tuple[int, ...], torch.dtype]
@@ -71,8 +143,7 @@ class Counter:
         self._names: dict[int, str] = {}  # of parameters, by storage
         self._named = {param: name for name, param in known_parameters(model)}
         self._held: list[Any] = []
-        self._alive: dict[int, int] = {}
-        self._large = self._small = self._most_small = self._most = 0
+        self._made = _Made(machine.device == CPU)
         self._seconds = 0.0
         self._used = ""
         self._forward = True
@@ -103,7 +174,7 @@ class Counter:
                 twin.register_post_accumulate_grad_hook(partial(self._gradient, name))
         self._flush_caches()
         self._held = [each for each in (*twins.values(), *buffers.values(), *others) if isinstance(each, torch.Tensor)]
-        self._alive = {each.untyped_storage()._cdata: 0 for each in self._held}
+        self._made.alive = {each.untyped_storage()._cdata: 0 for each in self._held}
         self._lap = self._now()
 
     def _now(self) -> float:
@@ -137,33 +208,14 @@ class Counter:
         for tensor in operation.made:
             if tensor.layout is not torch.strided:  # its parts were made before
                 continue
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._alive:
-                nbytes = self._alive[storage._cdata] = 0 if self._stands_in else storage.nbytes()
-                self._count(nbytes)
-                weakref.finalize(storage, self._freed, storage._cdata)
-        scratch = 0 if self._stands_in or self.machine.device != CPU else operation.scratch
-        self._most = max(self._most, self._live + scratch)
+            self._made.add(tensor.untyped_storage(), not self._stands_in)
+        self._made.see(0 if self._stands_in else operation.scratch)
         return out
-
-    def _freed(self, storage: int) -> None:
-        self._count(-self._alive.pop(storage, 0))
-
-    def _count(self, nbytes: int) -> None:
-        if self.machine.device == CPU and abs(nbytes) < LEAST_BLOCK_BYTES:
-            self._small += nbytes
-            self._most_small = max(self._most_small, self._small)
-        else:
-            self._large += nbytes
-
-    @property
-    def _live(self) -> int:
-        return self._large + self._most_small + round(HOLES * self._most_small)
 
     def _gradient(self, name: str, twin: torch.Tensor) -> None:
         self.flush()
         if twin.grad is not None and twin.grad.layout is torch.strided:  # from here on it is the step's
-            self._freed(twin.grad.untyped_storage()._cdata)
+            self._made.remove(twin.grad.untyped_storage()._cdata)
         self.emit(Event("gradient", name=name))
         twin.grad = None
 
@@ -178,10 +230,10 @@ class Counter:
         """What was done since the last event."""
         if self._device is not None:
             self._seconds = self._now() - self._lap
-        if self._seconds or self._most > self._live:
-            most = max(self._most, self._live)
-            self.events.append(Event("work", seconds=self._seconds, live=self._live, most=most))
-        self._seconds, self._most = 0.0, self._live
+        live, most = self._made.live, self._made.take_most()
+        if self._seconds or most.nbytes > live.nbytes:
+            self.events.append(Event("work", seconds=self._seconds, live=live, most=most))
+        self._seconds = 0.0
         self._lap = time.perf_counter()
 
     @property
@@ -200,7 +252,7 @@ class Counter:
         """That a step takes where layers stand for others, computing in `dtype`."""
         width = 0 if dtype is None else dtype.itemsize
         sizes = {name: param.numel() * max(param.element_size(), width) for param, name in self._named.items()}
-        return sum(sizes[name] for name in self.needed) + max((event.most for event in self.events), default=0)
+        return sum(sizes[name] for name in self.needed) + max((event.most.nbytes for event in self.events), default=0)
 
     def enter(self, name: str, module: nn.Module, args: Any) -> None:
         self._path.append(name)
@@ -210,7 +262,8 @@ class Counter:
         self._path.pop()
         self.flush()
         first = next(iter(_graded(out)), None)
-        self.emit(Event("leave", module, live=0 if first is None else first.numel() * first.element_size()))
+        nbytes = 0 if first is None else first.nbytes
+        self.emit(Event("leave", module, live=Live.of(nbytes, self.machine.device == CPU)))
         if listed and first is not None:
             first.register_hook(partial(self._passes, "backward", module))
 
@@ -260,19 +313,19 @@ class Counter:
         """All events, those of layers that stood for others too."""
         if not self._like:
             return tuple(each for each in self.events if each.kind != "past")
-        places: dict[tuple[str, nn.Module | None], tuple[int, int]] = {}  # of the first, and the bytes alive before it
-        live = 0
+        places: dict[tuple[str, nn.Module | None], tuple[int, Live]] = {}  # of the first, and what is alive before it
+        live = NONE_LIVE
         for at, event in enumerate(self.events):
             places.setdefault((event.kind, event.module), (at, live))
             live = event.live if event.kind == "work" else live
-        parts: dict[tuple[str, nn.Module], tuple[list[Event], int]] = {}
+        parts: dict[tuple[str, nn.Module], tuple[list[Event], Live]] = {}
         for first in set(self._like.values()):
             for begin, end in (("enter", "leave"), ("backward", "past")):
                 if (begin, first) in places and (end, first) in places:
                     at, before = places[begin, first]
                     parts[begin, first] = self.events[at : places[end, first][0]], before
         found: list[Event] = []
-        extra = live = 0
+        extra = live = NONE_LIVE
         for event in self.events:
             live = event.live if event.kind == "work" else live
             if event.kind == "work":
@@ -282,24 +335,25 @@ class Counter:
             if like is not None and event.module is not None and (event.kind, like) in parts:
                 own, added = self._as_of(event.module, like, *parts[event.kind, like], live + extra)
                 found += own
-                extra = max(extra + (added if event.kind == "enter" else min(added, 0)), 0)
+                added = added if event.kind == "enter" else NONE_LIVE - (NONE_LIVE - added).at_least_none()
+                extra = (extra + added).at_least_none()
         return tuple(each for each in found if each.kind != "past")
 
     def _as_of(
-        self, module: nn.Module, first: nn.Module, events: Sequence[Event], before: int, live: int
-    ) -> tuple[list[Event], int]:
-        """What was counted of `first` with `before` bytes alive, as that of `module`; the bytes that it leaves."""
+        self, module: nn.Module, first: nn.Module, events: Sequence[Event], before: Live, live: Live
+    ) -> tuple[list[Event], Live]:
+        """What was counted of `first` with `before` alive, as that of `module`; what it leaves."""
         modules = dict(zip(first.modules(), module.modules(), strict=True))
         names = {self._named[a]: self._named[b] for a, b in zip(first.parameters(), module.parameters(), strict=True)}
         works = [each for each in events if each.kind == "work"]
-        own = []
+        own, more = [], live - before
         for each in events[1:]:
             if each.kind == "work":
-                own.append(replace(each, live=each.live - before + live, most=each.most - before + live))
+                own.append(replace(each, live=each.live + more, most=each.most + more))
             else:
                 itself = None if each.module is None else modules.get(each.module, each.module)
                 own.append(replace(each, module=itself, name=names.get(each.name, each.name)))
-        return own, (works[-1].live - before if works else 0)
+        return own, (works[-1].live - before if works else NONE_LIVE)
 
 
 class _Like(torch.autograd.Function):

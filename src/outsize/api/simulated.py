@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, cast, final
 
+from outsize.api.counter import NONE_LIVE, Live
 from outsize.api.placed import PlacedModel
 from outsize.move.conveyor import Belt, Job, Step
 from outsize.move.memory import HUGE_BYTES, Ledger
@@ -19,7 +19,6 @@ from outsize.planning.machine import Machine, seconds_on
 from outsize.planning.placement import UnitBytes, UnitTiers
 from outsize.planning.time import Drive, Lane
 from outsize.planning.trace import COLLECTIVES, COMPUTE, IN, OUT, READS, UPDATES, WRITES, Trace
-from outsize.run.buffers import PASSING_UNITS
 from outsize.run.unit import Residency
 
 # Note [Two clocks]
@@ -39,7 +38,7 @@ PARAMETER_SECONDS = 30e-6
 CHUNK_SECONDS = 150e-6
 """Of Python, for a chunk that comes from the drive or goes there."""
 TURN_SECONDS = 5e-3
-"""After which Python lets another thread go on: gradients may wait so long for the conveyor's."""
+"""After which Python lets another thread go on: the loop hears so late of what the conveyor's has done."""
 
 
 @final
@@ -70,13 +69,12 @@ class World:
         self.drive = Drive(machine)
         self.lanes = {COMPUTE: Lane(), IN: Lane(), OUT: Lane(), UPDATES: Lane(), COLLECTIVES: Lane()}
         self.lanes |= {READS: self.drive.reads, WRITES: self.drive.writes}
-        self.live = 0
+        self.live = NONE_LIVE
         self.keeps = False  # whether the allocator keeps what operations have freed, and gives gradients other memory
         self.holes = 0  # bytes of it that are kept where not all are
-        self._most_live = 0
+        self._most_heap = 0
         self.peak = {"device": 0, "host": 0, "disk": 0}
-        self.laid_down: deque[tuple[float, int]] = deque()  # gradients for the disk: when, and bytes
-        self.capacity = 0  # of gathered units and, on the CPU, of these
+        self.untouched: dict[int, int] = {}  # by unit: memory for gradients of which the pages have not come
         self.on_cpu = machine.device == "cpu"
         if not self.on_cpu:  # pinned
             self.ledger.add("host/staging", slab_bytes * slabs)
@@ -160,14 +158,14 @@ class World:
         if self.trace is not None and ended > began:
             self.trace.span(lane, name, began, ended)
 
-    def note(self, most: int | None = None) -> None:
+    def note(self, most: Live | None = None) -> None:
         """Remember the most bytes of each tier; operations have made `most`."""
         live = self.live if most is None else most
-        self._most_live = max(self._most_live, live)
-        now: dict[str, int] = {"device": self._most_live if self.keeps else live + self.holes, "host": 0, "disk": 0}
+        self._most_heap = max(self._most_heap, live.heap)
+        made = self._most_heap + live.mapped if self.keeps else live.nbytes + self.holes
+        now: dict[str, int] = {"device": made, "host": -sum(self.untouched.values()), "disk": 0}
         for account, nbytes in self.ledger.now.items():
             now[account.partition("/")[0]] += nbytes
-        now["host"] += max(self._passing() - self.ledger.now.get("host/grads in flight", 0), 0)
         if not self.on_cpu:
             self.peak = {tier: max(nbytes, now[tier]) for tier, nbytes in self.peak.items()}
         elif now["device"] + now["host"] > self.peak["device"] + self.peak["host"]:
@@ -175,14 +173,6 @@ class World:
         if self.trace is not None:
             for tier, nbytes in now.items():
                 self.trace.count(tier, nbytes, self.now)
-
-    def _passing(self) -> int:
-        """Gradients that may be on their way to disk where writes take longer than here."""
-        while len(self.laid_down) > PASSING_UNITS and self.laid_down[0][0] < self.now - TURN_SECONDS:
-            self.laid_down.popleft()
-        passing = sum(nbytes for _, nbytes in self.laid_down)
-        room = self.capacity - self.ledger.now.get("device/resident", 0)
-        return min(passing, max(room, 0)) if self.on_cpu else passing
 
 
 @final
@@ -206,6 +196,10 @@ class SimulatedUnit:
         self.parameters = {slot.name: placed.parameters[slot.name] for slot in layout.slots}
         dtype = layout.segments[0].dtype if layout.segments else "float32"
         self.itemsize = OWN_BYTES[dtype]
+        gradients = [param.numel() * self.itemsize for param in self.parameters.values() if param.requires_grad]
+        in_heap = sum(nbytes for nbytes in gradients if not Live.of(nbytes, world.on_cpu).mapped)
+        self.heap_grads = size.moved_grads * in_heap // max(sum(gradients), 1)
+        self.lays_down_parts = world.on_cpu and tiers.grads == "disk" and not self.split and not rows
         self.kind = "compact" if placed.kept.codes else dtype
         self.state = Residency.AT_REST
         self.pending: dict[str, SlotUpdate] = {}
@@ -215,8 +209,9 @@ class SimulatedUnit:
         self.viewed = self.opened = False
         self.keeps_grads = False  # in memory, for the update that follows
         self._has_grads = False
+        self.waiting = 0  # bytes of gradients that are laid down with the next ones
         self._job: Job | None = None
-        self._ready = self._written = self._began = self.left = 0.0
+        self._ready = self.wrote = self._began = self.left = 0.0
         self._chunk_bytes = self._staged_bytes() / max(self.numel, 1) if tiers.on_disk else 0.0
 
     def _staged_bytes(self) -> float:
@@ -255,7 +250,8 @@ class SimulatedUnit:
 
     @property
     def written(self) -> bool:
-        return self._job is None or self._job.written.done()
+        """By the loop's clock, which the conveyor's may be ahead of."""
+        return self._job is None or (self._job.written.done() and self.wrote <= self._world.now)
 
     @property
     def fetched(self) -> bool:
@@ -319,7 +315,7 @@ class SimulatedUnit:
                 self._ready = max(self._ready, ends[-1])
             if writes:
                 ends.append(world.move(WRITES, world.belt_now, writes, name))
-                self._written = ends[-1]
+                self.wrote = ends[-1]
             self._ready = max(self._ready, world.belt_now)
             return [_At(world, end) for end in ends]
 
@@ -345,7 +341,7 @@ class SimulatedUnit:
     def await_written(self) -> None:
         if self._job is not None:
             self._world.await_transfer(self._job.written)
-            self._world.wait_until(self._written, f"{self.name} is written")
+            self._world.wait_until(self.wrote, f"{self.name} is written")
 
     def release(self, heir: SimulatedUnit | None = None) -> None:
         self._world.ledger.remove("device/resident", self.nbytes)
@@ -383,11 +379,8 @@ class SimulatedUnit:
         if self.split:
             world.move(COLLECTIVES, world.now, self.nbytes, f"{self.name} gradients")
         if self.tiers.grads != "device":  # else they stay where autograd made them
-            account = "host/grads" if self.tiers.grads == "host" else "host/grads in flight"
-            if account.endswith("flight"):
-                world.laid_down.append((world.now, at_once))
-            if account.endswith("flight") or not self._has_grads:
-                world.ledger.add(account, at_once if account.endswith("flight") else self.size.grads)
+            if self.tiers.grads == "host" and not self._has_grads:
+                world.ledger.add("host/grads", self.size.grads)
             self._has_grads = True
             if not world.on_cpu:
                 world.move(OUT, world.now, grads, self.name)
@@ -395,7 +388,7 @@ class SimulatedUnit:
                 machine = world.machine
                 seconds = 3 * grads / machine.host_memory + at_once / machine.new_memory + UNIT_SECONDS
                 world.advance(seconds, f"{self.name} gradients")
-        world.note(world.live + (0 if self.tiers.grads == "device" else min(last, at_once)))
+        world.note(world.live + Live.of(0 if self.tiers.grads == "device" else min(last, at_once), world.on_cpu))
 
     def write_grads(self) -> None:
         """To disk."""
@@ -404,8 +397,8 @@ class SimulatedUnit:
 
         def finish() -> Sequence[Transfer]:
             world.work(world.summing(nbytes) + CHUNK_SECONDS, 0.0, 0.0, self.name)
-            self._written = world.move(WRITES, world.belt_now, nbytes, f"{self.name} gradients")
-            return [_At(world, self._written)]
+            self.wrote = world.move(WRITES, world.belt_now, nbytes, f"{self.name} gradients")
+            return [_At(world, self.wrote)]
 
         after = () if self.written else (cast(Job, self._job),)
         self._job = world.submit(iter([Step(finish=finish)]), after)
@@ -418,18 +411,43 @@ class SimulatedPlace:
     def __init__(self, world: World, unit: SimulatedUnit) -> None:
         self._world, self._unit = world, unit
         self.passing_bytes = unit.grads_at_once if unit.tiers.grads == "disk" else 0
-        self.held = False
+        self.held = self.filling = False
+
+    def open(self) -> None:
+        """Gradients come to memory on their way to disk."""
+        if not self.held:
+            self._world.ledger.add("host/grads in flight", self.passing_bytes)
+            self._world.untouched[self._unit.index] = self.passing_bytes
+        self.held = self.filling = True
+
+    def fill(self, nbytes: int) -> None:
+        """So many of them are there."""
+        left = self._world.untouched.get(self._unit.index, 0) - nbytes
+        self._world.untouched[self._unit.index] = max(left, 0)
+
+    def close(self) -> None:
+        """No more come."""
+        self._unit.waiting = 0
+        self.fill(self.passing_bytes)
+        self.filling = False
 
     def drop_if_written(self) -> None:
-        if self.held and self._unit.written and not self._unit.keeps_grads:
-            self._world.ledger.remove("host/grads in flight", self.passing_bytes)
-            self._world.span(OUT, self._unit.name, self._unit.left, self._world.now)
-            self.held = False
+        heard = self._unit.written and self._unit.wrote + TURN_SECONDS <= self._world.now
+        if self.held and not self.filling and heard and not self._unit.keeps_grads:
+            self._drop()
 
     def flush_and_drop(self) -> bool:
         if not self.held:
             return False
+        if self.filling:
+            self.close()
+            self._unit.write_grads()
         self._unit.await_written()
         self._unit.keeps_grads = False
-        self.drop_if_written()
+        self._drop()
         return True
+
+    def _drop(self) -> None:
+        self._world.ledger.remove("host/grads in flight", self.passing_bytes)
+        self._world.span(OUT, self._unit.name, self._unit.left, self._world.now)
+        self.held = False

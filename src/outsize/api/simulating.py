@@ -11,7 +11,7 @@ from typing import Any, cast, final
 from torch import nn
 
 from outsize.api.capacity import capacity_of, spare_of
-from outsize.api.counter import Event
+from outsize.api.counter import NONE_LIVE, Event, Live
 from outsize.api.counting import Counted
 from outsize.api.modules import modules_of
 from outsize.api.placed import PlacedModel
@@ -19,6 +19,7 @@ from outsize.api.simulated import UNIT_SECONDS, SimulatedPlace, SimulatedUnit, W
 from outsize.config import Config
 from outsize.move.conveyor import Conveyor
 from outsize.move.grad_ops import AS_IT_IS
+from outsize.move.memory import LOOK_BYTES
 from outsize.move.shard import SlotUpdate
 from outsize.planning.choice import cheapest
 from outsize.planning.machine import Machine
@@ -28,12 +29,14 @@ from outsize.run.live_state import LiveState
 from outsize.run.room import Room
 from outsize.run.streamer import Streamer
 from outsize.run.unit import Residency, Unit
+from outsize.run.unit_gradients import WAITING_BYTES
 
 STEPS = 3
 """The first learns the order, the second pays the first updates, the third is like all that follow."""
 SLACK, SLACK_BYTES, HOLES = 0.04, 3 << 20, 0.25
-"""On a CPU. Of the memory of a step: scratch memory of kernels. Of the gradients that leave to where they rest: what an
-allocator that keeps freed memory loses between them."""
+"""On a CPU. Of the memory of a step: scratch memory of kernels. Of the gradients that leave the heap to where they
+rest: what an allocator that keeps freed memory loses between them. One that gives it back loses half of what may come
+before that."""
 
 
 @dataclass
@@ -42,7 +45,7 @@ class _Layer:
 
     first: int
     last: int = 0
-    saved: int = 0
+    saved: Live = NONE_LIVE
     seconds: float = 0.0
     again: bool = False
 
@@ -65,20 +68,20 @@ class Simulation:
         capacity = capacity_of(placed, as_units, 0)
         world.holes = placed.holes_bytes
         spare = spare_of(as_units, placed, capacity) if "auto" in layers.values() else 0
-        world.capacity = capacity - spare
+        capacity -= spare
         world.keeps = world.on_cpu and not placed.returns_freed_memory
         budgets = placed.budgets
         places = cast(Any, self._places)
         self._rest()
         live = LiveState()
-        room = Room(as_units, places, live, world.capacity, world.ledger, budgets, None, placed.passing_bytes)
+        room = Room(as_units, places, live, capacity, world.ledger, budgets, None, placed.passing_bytes)
         conveyor = cast(Conveyor, SimpleNamespace(slab_bytes=self._slab))
         self._streamer = Streamer(as_units, room, live, conveyor, None)
         self._layers = self._find_layers(layers, spare)
         self._home = {name: unit for unit in self._units for name in unit.parameters}
         self._opened: dict[nn.Module, list[SimulatedUnit]] = {}
         self._missing: dict[int, set[str]] = {}
-        self._dropped = 0  # bytes that layers which run again have not kept
+        self._dropped = NONE_LIVE  # what layers which run again have not kept
         self._name, self._again = "", False
 
     def _rest(self) -> None:
@@ -99,8 +102,8 @@ class Simulation:
         """Those of which it is to be decided whether they run again: by the choice of `activations="auto"`, with the
         seconds that were counted."""
         found: dict[nn.Module, _Layer] = {}
-        live = seconds = 0.0
-        began: dict[nn.Module, tuple[float, float]] = {}
+        live, seconds = NONE_LIVE, 0.0
+        began: dict[nn.Module, tuple[Live, float]] = {}
         for index, event in enumerate(self._events):
             if event.kind == "work":
                 live, seconds = event.live, seconds + event.seconds
@@ -111,9 +114,9 @@ class Simulation:
                 before, then = began.pop(event.module)
                 layer = found[event.module]
                 layer.last, layer.seconds = index, seconds - then
-                layer.saved = max(int(live - before) - event.live, 0)
+                layer.saved = (live - before - event.live).at_least_none()
         autos = [layer for module, layer in found.items() if modes[module] == "auto"]
-        chosen = cheapest([[(each.saved, 0.0), (0, each.seconds)] for each in autos], spare) if autos else []
+        chosen = cheapest([[(each.saved.nbytes, 0.0), (0, each.seconds)] for each in autos], spare) if autos else []
         for module, layer in found.items():
             layer.again = modes[module] != "auto"
         for layer, index in zip(autos, chosen, strict=True):
@@ -132,7 +135,7 @@ class Simulation:
             self._missing = {
                 unit.index: {n for n, p in unit.parameters.items() if p.requires_grad} for unit in self._units
             }
-            self._dropped = 0
+            self._dropped = NONE_LIVE
             for event in self._events:
                 self._happen(event)
             for unit in self._units:
@@ -155,16 +158,16 @@ class Simulation:
         """With what nobody counts: on the CPU, what kernels and the allocator take."""
         peak = dict(self._world.peak)
         if self._world.on_cpu:
-            leave = sum(unit.size.moved_grads for unit in self._units if unit.tiers.grads != "device")
+            leave = sum(unit.heap_grads for unit in self._units if unit.tiers.grads != "device")
             peak["device"] += SLACK_BYTES + round(SLACK * (peak["device"] + peak["host"]))
-            peak["device"] += round(HOLES * leave) if self._world.keeps else 0
+            peak["device"] += round(HOLES * leave) if self._world.keeps else min(leave, LOOK_BYTES) // 2
         return peak
 
     def _happen(self, event: Event) -> None:
         world, module = self._world, event.module
         if event.kind == "work":
-            world.note(max(event.most - self._dropped, 0))
-            world.live = max(event.live - self._dropped, 0)
+            world.note((event.most - self._dropped).at_least_none())
+            world.live = (event.live - self._dropped).at_least_none()
             world.advance(event.seconds, self._name)
         elif event.kind == "enter" and module is not None:
             for each in self._owned.get(id(module), ()):
@@ -180,7 +183,7 @@ class Simulation:
                 unit.holds -= 1
             layer = self._layers.get(module)
             if layer is not None and layer.again and not self._again:
-                self._dropped += layer.saved
+                self._dropped = self._dropped + layer.saved
         elif event.kind == "backward" and module is not None:
             layer = self._layers.get(module)
             if layer is not None and layer.again:
@@ -191,7 +194,7 @@ class Simulation:
                     else:
                         self._happen(again)
                 self._again = False
-                self._dropped -= layer.saved
+                self._dropped = self._dropped - layer.saved
         elif event.kind == "use":
             self._use(self._home[event.name])
         elif event.kind == "gradient":
@@ -201,6 +204,12 @@ class Simulation:
             nbytes = unit.parameters[event.name].numel() * unit.itemsize
             if unit.tiers.grads == "device":  # where autograd made it
                 world.ledger.add("device/grads", nbytes if unit.on_device else nbytes // unit.ranks)
+            elif missing and unit.lays_down_parts:
+                unit.waiting += unit.size.moved_grads * nbytes // unit.nbytes
+                if unit.waiting >= WAITING_BYTES:
+                    self._open(unit).fill(unit.waiting)
+                    unit.waiting = 0
+                world.note(world.live + Live.of(nbytes, world.on_cpu))
             if not missing:
                 self._complete(unit, nbytes)
 
@@ -229,14 +238,21 @@ class Simulation:
         place = self._places[unit.index]
         self._streamer.finished(cast(Unit, unit))
         if unit.tiers.grads == "disk":
-            self._streamer.room.make(place.passing_bytes)
-            place.held = True
+            self._open(unit).close()
         unit.lay_down(last)
         if self._config.update == "backward":
             unit.keeps_grads = place.held
             self._streamer.update_now(cast(Unit, unit), {"": SlotUpdate({}, AS_IT_IS)})
         elif place.held:
             unit.write_grads()
+
+    def _open(self, unit: SimulatedUnit) -> SimulatedPlace:
+        """Gradients of the unit come to memory on their way to disk."""
+        place = self._places[unit.index]
+        if not place.held:
+            self._streamer.room.make(place.passing_bytes)
+        place.open()
+        return place
 
     def _step(self) -> None:
         world, streamer = self._world, self._streamer
@@ -248,7 +264,6 @@ class Simulation:
                 world.advance(unit.step_seconds(), "update")
             elif self._config.update != "backward":
                 streamer.owe(cast(Unit, unit), {"": SlotUpdate({}, AS_IT_IS)})
-        world.laid_down.clear()
         world.ledger.now["device/grads"] = 0  # as `zero_grad` leaves it
         streamer.schedule.step()
         streamer.prefetch()
