@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from threading import Thread
 from typing import Any, NoReturn, final
 from zlib import crc32
 
@@ -30,6 +31,7 @@ from outsize.move.lanes import (
     who_says_what,
 )
 from outsize.move.meeting import meet, own_store
+from outsize.move.watch import BEAT_SECONDS, SILENT_SECONDS
 
 CONNECTING = timedelta(minutes=2)
 """All ranks have come to `prepare`, and make their groups."""
@@ -67,10 +69,14 @@ class Ranks:
         self._backend = backend
         self._last_on_device: Any = None
         self._store = own_store(self.model.number, self.members)
-        self._lanes = {name: self._open(name) for name in LANES}
-        self.copies = Ranks(copies, backend, model=self.model) if copies else None
-        self.tensor = Ranks(tensor, backend, model=self.model) if tensor else None
-        self.stages = Ranks(stages, model=self.model) if stages else None
+        try:
+            self._lanes = {name: self._open(name) for name in LANES}
+            self.copies = Ranks(copies, backend, model=self.model) if copies else None
+            self.tensor = Ranks(tensor, backend, model=self.model) if tensor else None
+            self.stages = Ranks(stages, model=self.model) if stages else None
+        except BaseException:
+            self.model.close()
+            raise
 
     def _open(self, name: str) -> Lane:
         store = distributed_c10d.PrefixStore(name, self._store)
@@ -86,14 +92,27 @@ class Ranks:
         return lane
 
     def _connected(self, store: Any) -> Any:
-        try:
-            group = dist.ProcessGroupGloo(store, self.rank, self.size, CONNECTING)
-        except RuntimeError as error:
-            if (said := self.model.watch.find_gone()) is not None:
-                raise self.model.gone(said, "outsize.prepare", ": start the job again") from error
-            raise RanksError(f"the ranks {self.members} could not be connected in outsize.prepare ({error})") from error
-        group._set_default_timeout(PATIENCE)
-        return group
+        """A group of gloo's, which connects on a thread of its own: this one looks whether the others still count."""
+        made: list[Any] = []
+
+        def connect() -> None:
+            try:
+                made.append(dist.ProcessGroupGloo(store, self.rank, self.size, CONNECTING))
+            except RuntimeError as error:
+                made.append(error)
+
+        watch, thread = self.model.watch, Thread(target=connect, daemon=True)
+        thread.start()
+        while thread.is_alive() and watch.said is None:
+            thread.join(BEAT_SECONDS)
+            watch.look(self.members, SILENT_SECONDS)
+        group = made[0] if made else RanksError("they wait for each other")
+        if not isinstance(group, RuntimeError):
+            group._set_default_timeout(PATIENCE)
+            return group
+        if (said := watch.find_gone()) is not None:
+            raise self.model.gone(said, "outsize.prepare", ": start the job again") from group
+        raise RanksError(f"the ranks {self.members} could not be connected in outsize.prepare ({group})") from group
 
     def open_rows(self) -> None:
         """Open the lanes of `counts` and `trade`; safe to repeat."""
