@@ -217,6 +217,39 @@ def test_a_layer_that_looks_at_all_rows_runs_whole(workshop: Workshop, caplog: p
     assert "do not go through it one by one" in caplog.text
 
 
+class Biased(nn.Module):
+    """Drops out, and returns a bias that has no rows, as the layers of T5 do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.bias = nn.Linear(16, 16), nn.Parameter(torch.randn(1, 16))
+
+    def forward(self, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        return nn.functional.dropout(self.lin(x) + bias, 0.5), bias + self.bias
+
+
+class AllBiased(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList([Biased() for _ in range(3)]), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = torch.zeros(1, 16)
+        for layer in self.layers:
+            x, bias = layer(x, bias)
+        return self.head(x)
+
+
+def test_a_layer_that_draws_and_returns_what_has_no_rows_runs_whole(workshop: Workshop) -> None:
+    pair = workshop.pair(AllBiased, sgd, micro_batches=2)
+    for x, _ in batches(2):
+        results = []
+        for model, _ in pair.both:
+            torch.manual_seed(0)
+            results.append(model(x))
+        torch.testing.assert_close(*results)
+
+
 class Changing(nn.Module):
     """Changes the first layer's input after that layer has run."""
 

@@ -86,8 +86,7 @@ class Parts:
                 together = run(0, 1)
                 drawn = random.is_drawn()
                 alone = self.join([run(0), run(1)])
-                other = run(0, 0) if drawn else alone
-            return self._difference(together, other, first=drawn)
+                return self._difference(together, alone, run(0, 0) if drawn else None)
         except (RuntimeError, ValueError, IndexError) as error:
             return f"two rows of its input do not go through it one by one ({error})"
         finally:
@@ -99,21 +98,22 @@ class Parts:
             raise ValueError(f"outsize.tiled: {name} cannot run in tiles along dim={self.dim}: {fault}")
         logger.warning("micro_batches: layer %s runs on the whole batch: %s", name, fault)
 
-    def _difference(self, together: Any, alone: Any, first: bool = False) -> str | None:
-        """Of all rows, or of the `first` alone."""
+    def _difference(self, together: Any, alone: Any, first: Any = None) -> str | None:
+        """Of two rows. With `first`, the result for the first one twice, the values of that row alone are compared."""
         ours, spec = tree_flatten(alone)
         theirs, wanted = tree_flatten(together)
-        if spec != wanted:
+        firsts, again = (ours, spec) if first is None else tree_flatten(first)
+        if spec != wanted or again != wanted:
             return "its result has another structure when it gets fewer rows"
-        for one, other in zip(ours, theirs, strict=True):
+        for one, other, twice in zip(ours, theirs, firsts, strict=True):
             if not isinstance(one, torch.Tensor):
                 if one is not other and one != other:
                     return f"it returns {other!r} for two rows and {one!r} for one"
                 continue
             if one.shape != other.shape or one.ndim <= self.dim:
                 return f"it returns a tensor of shape {tuple(other.shape)}, which has no rows to put together"
-            if first:
-                one, other = one.narrow(self.dim, 0, 1), other.narrow(self.dim, 0, 1)
+            if first is not None:
+                one, other = twice.narrow(self.dim, 0, 1), other.narrow(self.dim, 0, 1)
             worst = _largest(one.double() - other.double())
             if worst > TOLERANCE.get(one.dtype, ROUGH) * max(_largest(other.double()), 1e-6):
                 return "its result for a row depends on the other rows"
