@@ -109,6 +109,38 @@ def test_the_loop_may_ask_and_change_what_it_likes(tmp_path: Path) -> None:
                     assert_near(each[name], value, rtol=2e-5, atol=2e-5)
 
 
+def penalize(settings: list[Setting], disk: str) -> list[list[Tensor]]:
+    """Weights after two steps with a penalty on the gradients of this rank, clipped; plain ones at last."""
+    found = []
+    ranks = range(dist.get_world_size())
+    for setting in (*settings, None):
+        model, optimizer = make(setting or Setting())
+        if setting is not None:
+            outsize.prepare(model, optimizer, **fields_of(setting, disk))
+        params = list(model.parameters())
+        for step in range(2):
+            for part in ranks if setting is None else [dist.get_rank()]:
+                loss = loss_of(model, step, [part]) / (len(ranks) if setting is None else 1)
+                slopes = torch.autograd.grad(loss, params, create_graph=True)
+                penalty = sum(each.square().sum() for each in slopes) * (len(ranks) if setting is None else 1)
+                (loss + penalty).backward(create_graph=step == 1)
+            if setting is not None and step == 1:
+                with pytest.raises(RuntimeError, match=r"use `torch.autograd.grad\(loss, params, create_graph=True\)`"):
+                    params[0].grad.square()  # type: ignore[union-attr]
+            torch.nn.utils.clip_grad_norm_(params, 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(weights_of(model))
+    return found
+
+
+def test_a_penalty_on_gradients_trains_as_in_torch_and_those_of_several_ranks_have_no_graph(tmp_path: Path) -> None:
+    settings = [Setting(0, "host"), Setting(2, "disk"), Setting(3, "device"), Setting(3, "disk")]
+    for *found, plain in run_on_ranks(2, penalize, settings, str(tmp_path)):
+        for each in found:
+            assert_near(each, plain)
+
+
 def scale(stage: int, disk: str) -> tuple[list[float], list[float], int]:
     """Training in fp16 whose second step overflows on one rank alone."""
     setting = Setting(stage, "host", dtype=torch.float16)
