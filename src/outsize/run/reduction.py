@@ -100,7 +100,8 @@ class Reduction:
 
     def no_more_comes(self, interrupted: bool) -> None:
         """A backward is over on this rank: what is left to reduce starts."""
-        for collector in self.collectors if self.sync and interrupted else ():
+        self.dropping = self.sync and interrupted  # also of what the next reductions lay down
+        for collector in self.collectors if self.dropping else ():
             collector.abandon()
         self.unit_complete(0)
 
@@ -108,7 +109,6 @@ class Reduction:
         """A backward is over on every rank; an interrupted one ended early, not at the same place on each."""
         if self.sync:
             self._passed = 0
-            self.dropping = interrupted
             self._due = self._due or not interrupted
         if self.sync and not interrupted:
             self.complete()
