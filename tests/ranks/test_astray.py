@@ -446,9 +446,9 @@ def test_an_error_of_the_loop_is_told_to_the_others(tmp_path: Path) -> None:
     assert first.seconds < DETECTED_SECONDS
 
 
-def zeroes_alone(stage: int, disk: str) -> None:
+def zeroes_alone(setting: Setting, disk: str) -> None:
     """Two backwards a step; the first rank throws the gradients of the first one away."""
-    run = Run(Setting(stage, "host"), disk)
+    run = Run(setting, disk)
     for part in range(2):
         x, y = batch(part, run.rank)
         nn.functional.mse_loss(run.model(x), y).backward()
@@ -457,9 +457,10 @@ def zeroes_alone(stage: int, disk: str) -> None:
     run.optimizer.step()
 
 
+@pytest.mark.parametrize("unused", ["error", "sync"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_gradients_that_one_rank_has_thrown_away_are_missed(stage: int, tmp_path: Path) -> None:
-    for end in ends_on_ranks(2, zeroes_alone, stage, str(tmp_path)):
+def test_gradients_that_one_rank_has_thrown_away_are_missed(stage: int, unused: str, tmp_path: Path) -> None:
+    for end in ends_on_ranks(2, zeroes_alone, Setting(stage, "host", fields={"unused": unused}), str(tmp_path)):
         assert end.kind == "RanksError", end.trace
         assert "rank 0: a gradient, the sum of 1," in str(end.error)
         assert "rank 1: a gradient, the sum of 2," in str(end.error)

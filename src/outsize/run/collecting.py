@@ -230,8 +230,6 @@ class Collector:
         if not whole.names and not trainable:  # all were thrown away, as on every rank
             whole.close()
             return
-        for name in whole.names:
-            expected[name].reductions += 1
         try:
             whole.start(trainable)
         except BaseException:
@@ -265,6 +263,7 @@ class Collector:
                     continue  # thrown away meanwhile
                 own = own.clone() if on_device and self._reduction.split else own
                 self._rest.rest_reduced(name, own, None if name in fresh else grad, grad)
+                grad.reductions += 1
                 unfilled.discard(name)
                 kept = kept or (grad.loose is not None and whole.holds(grad.loose))
         except BaseException:

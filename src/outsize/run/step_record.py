@@ -61,16 +61,16 @@ def _owed_to_rows(name: str, grad: torch.Tensor, hyper: dict[str, object]) -> Sl
     return SlotUpdate(hyper, AS_IT_IS, grad.detach())
 
 
-def told(pendings: Mapping[Unit, Pending], factor: float, counted: bool) -> dict[str, str]:
+def told(pendings: Mapping[Unit, Pending], factor: float) -> dict[str, str]:
     """What a step does, for comparison with other ranks: by parameter its operations, a loss scale's `factor` after
-    them, and hyper-parameters; `counted`: also how many reductions the gradient is the sum of, which differs where a
-    rank alone has thrown some away."""
+    them, hyper-parameters, and how many reductions the gradient is the sum of, which differs where a rank alone has
+    thrown some away."""
     said: dict[str, str] = {}
     known: dict[int, str] = {}  # a group's hyper-parameters are one record for all its parameters
     for unit, pending in pendings.items():
         for name, owed in pending.items():
             grad = unit.parameters[name].grad
-            sums = f", the sum of {grad.reductions}," if counted and isinstance(grad, RestingGrad) else ""
+            sums = f", the sum of {grad.reductions}," if isinstance(grad, RestingGrad) else ""
             if isinstance(grad, torch.Tensor) and not isinstance(grad, RestingGrad) and is_plain(grad):
                 content = grad.detach().as_subclass(torch.Tensor).cpu().contiguous()
                 sums = f" that was set, not left by a backward, with checksum {crc32c(content):08x},"

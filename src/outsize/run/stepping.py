@@ -138,7 +138,7 @@ class Stepper:
             )
         if self._reduction is not None:
             alone = self._reduction.ranks.alone  # then nobody has what it could be compared with
-            self._reduction.check_step({} if alone else told(pendings, factor, counted=not self._reduction.sync))
+            self._reduction.check_step({} if alone else told(pendings, factor))
             self._check_options(self._is_stepped)  # behind what tells a rank apart that alone has such an option
             with self._streamer.live.waiting():
                 average_rows(pendings, self._reduction)
