@@ -115,11 +115,7 @@ def set_detector(on: bool) -> None:
 
 
 def set_clock(
-    flops: float | None,
-    memory: float = 2e12,
-    to_device: float = 50e9,
-    to_host: float = 50e9,
-    launch: float = 5e-6,
+    flops: float | None, memory: float = 2e12, to_device: float = 50e9, to_host: float = 50e9, launch: float = 5e-6
 ) -> None:
     """Let kernels and copies take time, in flops and bytes a second and seconds a launch; `flops=None` stops the clock.
 

@@ -256,11 +256,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "an operation does not say that it uses the buffer": (Buffer, "use", nothing),
     "the users of memory are forgotten": (Buffer, "leave", forget_users),
     "memory is filled before its users are through": (Buffer, "_await_users", await_nobody),
-    "memory that was given back is used before its last reader is through": (
-        Buffer,
-        "materialize",
-        grow_without_event,
-    ),
+    "memory that was given back is used before its last reader is through": (Buffer, "materialize", grow_without_event),
     "bytes are fetched before they are written": (Buffer, "read", fetch_without_waiting),
     "a gradient leaves before it is computed": (Lanes, "follow", nothing),
     "nobody waits for an event": (EventTransfer, "wait", nothing),

@@ -12,14 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.api.checkpoint_runs import everything
-from tests.api.dcp_runs import (
-    Net,
-    adamw,
-    load,
-    other_run,
-    plain_load,
-    train,
-)
+from tests.api.dcp_runs import Net, adamw, load, other_run, plain_load, train
 from tests.ranks.launching import run_on_ranks
 
 

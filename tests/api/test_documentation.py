@@ -126,12 +126,7 @@ PAGES = {
         PLAIN + SCHEDULER + "loader = torch.utils.data.DataLoader(TensorDataset(torch.ones(4, 8), torch.ones(4, 4)))\n"
         "loss_function = nn.functional.mse_loss"
     ],
-    "docs/activations.md": [
-        LAYERS,
-        PLAIN,
-        PLAIN,
-        LLAMA + "model = MyModel(config)",
-    ],
+    "docs/activations.md": [LAYERS, PLAIN, PLAIN, LLAMA + "model = MyModel(config)"],
     "docs/checkpoint-format.md": [PREPARED + 'outsize.save("ckpt/step-100", model, optimizer).wait()'],
     "docs/checkpoints.md": [PREPARED],
     "docs/configuration.md": [PLAIN, PLAIN],

@@ -400,10 +400,7 @@ def test_fifty_lines_of_numpy_read_a_checkpoint(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "cut")
 
 
-@given(
-    shape=st.lists(st.integers(1, 4), min_size=1, max_size=3),
-    data=st.data(),
-)
+@given(shape=st.lists(st.integers(1, 4), min_size=1, max_size=3), data=st.data())
 def test_joined_and_narrowed_arrays_read_as_torch_does(shape: list[int], data: st.DataObject) -> None:
     dim = data.draw(st.integers(0, len(shape) - 1))
     sizes = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=3))

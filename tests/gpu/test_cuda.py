@@ -11,10 +11,7 @@ from torch import nn
 
 import outsize
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 MIXTURES = list(itertools.product(("device", "host", "disk"), repeat=3))
 

@@ -91,9 +91,7 @@ def ranks_on(accelerator: Accelerator) -> Any:
 def gather(accelerator: Accelerator, buffer: Any) -> None:
     segments = [SimpleNamespace(dtype="float32", byte_start=0, numel=NBYTES // 4, itemsize=4)]
     shard: Any = SimpleNamespace(
-        buffer=buffer,
-        whole=SimpleNamespace(segments=segments),
-        layout=SimpleNamespace(index=0),
+        buffer=buffer, whole=SimpleNamespace(segments=segments), layout=SimpleNamespace(index=0)
     )
     Gathering(shard, ranks_on(accelerator)).start()
 

@@ -5,15 +5,7 @@ import math
 import pytest
 import torch
 
-from outsize.move.codes import (
-    BLOCK,
-    CODE_DTYPES,
-    blocks_of,
-    decode,
-    decode_formula,
-    encode,
-    encode_formula,
-)
+from outsize.move.codes import BLOCK, CODE_DTYPES, blocks_of, decode, decode_formula, encode, encode_formula
 
 
 def values_of(kind: str, numel: int, exponent: int) -> torch.Tensor:

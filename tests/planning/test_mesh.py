@@ -121,15 +121,11 @@ ON_DEVICE = dict.fromkeys(("params", "grads", "states"), "device")
         pytest.param(20e9, {"mesh": {"pp": 2, "tp": 8}, "host_memory": GPU, **ON_DEVICE}, id="3D parallelism"),
         pytest.param(70e9, {"ranks": 16, "host_memory": MEMORY}, id="Infinity, host"),
         pytest.param(
-            1e12,
-            {"ranks": 16, "host_memory": MEMORY, "disk": ".", "disk_space": DRIVES},
-            id="Infinity, NVMe",
+            1e12, {"ranks": 16, "host_memory": MEMORY, "disk": ".", "disk_space": DRIVES}, id="Infinity, NVMe"
         ),
         pytest.param(650e9, {"mesh": {"pp": 32, "tp": 16}, "host_memory": GPU, **ON_DEVICE}, id="3D, 32 nodes"),
         pytest.param(
-            32e12,
-            {"ranks": 512, "host_memory": MEMORY, "disk": ".", "disk_space": DRIVES},
-            id="Infinity, 32 nodes",
+            32e12, {"ranks": 512, "host_memory": MEMORY, "disk": ".", "disk_space": DRIVES}, id="Infinity, 32 nodes"
         ),
     ],
 )

@@ -143,11 +143,7 @@ def test_all_ranks_move_out_what_layers_save(tmp_path: Path) -> None:
 def others() -> list[list[int]]:
     """Where ranks cannot choose alike."""
     same = [[ROWS, ROWS]] * 3
-    return [
-        run(same, speaks=True)["counts"],
-        run(same, unused="sync")["counts"],
-        run(same, holds=0)["counts"],
-    ]
+    return [run(same, speaks=True)["counts"], run(same, unused="sync")["counts"], run(same, holds=0)["counts"]]
 
 
 def test_where_ranks_cannot_choose_alike_they_compute_again() -> None:

@@ -156,10 +156,7 @@ def plain(way: Way, parts: int) -> tuple[Curve, dict[str, Tensor]]:
     torch.set_num_threads(1)
     model = llama(way.dtype, way.tied, way.layers)
     curve = train(
-        model,
-        optimizer_of(model, way),
-        way,
-        lambda step: torch.cat([tokens(step, part) for part in range(parts)]),
+        model, optimizer_of(model, way), way, lambda step: torch.cat([tokens(step, part) for part in range(parts)])
     )
     return curve, named_weights(model)
 

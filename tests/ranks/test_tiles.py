@@ -79,8 +79,7 @@ def test_two_mlps_of_125_positions_in_4_tiles_train_as_the_whole_batch_does(tmp_
 def three() -> tuple[nn.Sequential, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(
-        *(nn.Sequential(nn.Linear(WIDTH, 48), nn.Tanh(), nn.Linear(48, WIDTH)) for _ in range(3)),
-        nn.Linear(WIDTH, 4),
+        *(nn.Sequential(nn.Linear(WIDTH, 48), nn.Tanh(), nn.Linear(48, WIDTH)) for _ in range(3)), nn.Linear(WIDTH, 4)
     )
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 

@@ -13,16 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import outsize
-from tests.conftest import (
-    AT_REST_TIERS,
-    Pair,
-    Stack,
-    Workshop,
-    batches,
-    prepared,
-    squared_error,
-    train,
-)
+from tests.conftest import AT_REST_TIERS, Pair, Stack, Workshop, batches, prepared, squared_error, train
 
 
 @pytest.mark.parametrize("tier", AT_REST_TIERS)

@@ -362,10 +362,7 @@ def test_models_of_transformers(workshop: Workshop) -> None:
     bert = transformers.BertConfig(
         **small, vocab_size=FEATURES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
     )
-    built: list[Any] = [
-        lambda: transformers.LlamaForCausalLM(llama),
-        lambda: transformers.BertForMaskedLM(bert),
-    ]
+    built: list[Any] = [lambda: transformers.LlamaForCausalLM(llama), lambda: transformers.BertForMaskedLM(bert)]
     for build in built:
         pair = workshop.pair(build, sgd, "disk")
         seen = []

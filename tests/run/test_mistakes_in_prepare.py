@@ -13,14 +13,7 @@ import torch
 from torch import nn
 
 import outsize
-from tests.conftest import (
-    Stack,
-    Workshop,
-    adamw,
-    batches,
-    refused,
-    squared_error,
-)
+from tests.conftest import Stack, Workshop, adamw, batches, refused, squared_error
 
 
 def test_a_budget_below_the_largest_unit_names_the_unit_and_the_numbers(tmp_path: Path) -> None:

@@ -138,8 +138,7 @@ OPTIMIZERS["Lion"] = lambda params: outsize.optim.Lion(params, weight_decay=0.1)
 
 
 @pytest.mark.parametrize(
-    ("name", "tier"),
-    [(name, "squeezed") for name in OPTIMIZERS] + [(name, "device") for name in [*OPTIMIZERS][::2]],
+    ("name", "tier"), [(name, "squeezed") for name in OPTIMIZERS] + [(name, "device") for name in [*OPTIMIZERS][::2]]
 )
 def test_it_trains_as_in_torch(workshop: Workshop, tier: str, name: str) -> None:
     workshop.pair(lambda: Stack(depth=2), lambda model: OPTIMIZERS[name](model.parameters()), tier).train(

@@ -13,17 +13,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from tests.conftest import (
-    AT_REST_TIERS,
-    Pair,
-    Stack,
-    Workshop,
-    adamw,
-    batches,
-    refused,
-    squared_error,
-    train,
-)
+from tests.conftest import AT_REST_TIERS, Pair, Stack, Workshop, adamw, batches, refused, squared_error, train
 
 
 @pytest.mark.parametrize("tier", AT_REST_TIERS)

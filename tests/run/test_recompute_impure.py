@@ -223,8 +223,7 @@ def in_place() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("kind", "activations"),
-    [(InTurn, "recompute"), (ByKeyword, "offload"), (InTurn, "selective"), (ByKeyword, "auto")],
+    ("kind", "activations"), [(InTurn, "recompute"), (ByKeyword, "offload"), (InTurn, "selective"), (ByKeyword, "auto")]
 )
 def test_a_layer_that_changes_its_input_is_refused_in_the_forward(
     workshop: Workshop, kind: type[InTurn], activations: str

@@ -261,11 +261,7 @@ def test_a_state_dict_that_is_refused_stops_nothing(pair: Pair) -> None:
     ],
 )  # each tier meets each value, and each combination of the other three comes once
 def test_state_dicts_resume_16_bit_training_bit_for_bit(
-    workshop: Workshop,
-    tier: str,
-    dtype: torch.dtype,
-    first: str,
-    make: Callable[[nn.Module], torch.optim.Optimizer],
+    workshop: Workshop, tier: str, dtype: torch.dtype, first: str, make: Callable[[nn.Module], torch.optim.Optimizer]
 ) -> None:
     pair = workshop.pair(optimizer=make, tier=tier, compute_dtype=dtype)
     data = [(inputs.to(dtype), targets.to(dtype)) for inputs, targets in batches(6)]
