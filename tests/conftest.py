@@ -34,6 +34,7 @@ from tests import workers
 from tests.accelerator import sim as simulator
 from tests.accelerator.left_out import DEVICE_ALONE, LEFT_OUT, LEFT_OUT_ON_CUDA
 from tests.ranks.launching import fork_server
+from tests.small_models import Stack
 
 TIERS = ("device", "host", "disk", "squeezed")
 PAIRS = (("device", "disk"), ("host", "squeezed"))
@@ -223,61 +224,6 @@ def tmp_path(request: pytest.FixtureRequest) -> Iterator[Path]:
 def tier(request: pytest.FixtureRequest) -> str:
     """Each tier in turn."""
     return str(request.param)
-
-
-class Block(nn.Module):
-    """A residual block of three layers."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, hidden)
-        self.down = nn.Linear(hidden, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Stack(nn.Module):
-    """Blocks and a head: a unit each."""
-
-    def __init__(self, width: int = 16, hidden: int = 40, depth: int = 3, out: int = 4) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(width, hidden) for _ in range(depth)])
-        self.head = nn.Linear(width, out)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-class InTurn(nn.Module):
-    """Layers of a kind, one after the other, and a linear head where its two widths are given."""
-
-    def __init__(self, layer: Callable[[], nn.Module], depth: int = 3, head: tuple[int, int] | None = (16, 4)) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([layer() for _ in range(depth)])
-        self.head = nn.Identity() if head is None else nn.Linear(*head)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-class Product(torch.autograd.Function):
-    """`x @ weight.t()`, past all that looks at operations."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return grad @ weight, grad.t() @ x
 
 
 def squared_error(model: nn.Module, batch: Any) -> Tensor:

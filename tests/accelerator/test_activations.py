@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import outsize
 from tests.accelerator import sim as simulator
 from tests.accelerator.test_outsize import on_sim
-from tests.conftest import Stack, Workshop, adamw, batches, squared_error, train
+from tests.conftest import Workshop, adamw, batches, squared_error, train
+from tests.small_models import Built, Stack
 
 KIB = 1 << 10
 
@@ -62,14 +63,8 @@ def test_inputs_that_move_out_take_as_much_of_the_device_whatever_the_depth(sim:
         assert max(taken) <= alone + 3 * nbytes, [(each - alone) / nbytes for each in taken]
 
 
-class WithMemory(nn.Module):
+class WithMemory(Built, encoder=(16, 16), layers=lambda: nn.ModuleList(Attending() for _ in range(6)), head=(16, 4)):
     """Each layer gets the result of the one before it, and what all layers get."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Linear(16, 16)
-        self.layers = nn.ModuleList(Attending() for _ in range(6))
-        self.head = nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         memory, mask = self.encoder(x), torch.ones_like(x)
@@ -78,11 +73,7 @@ class WithMemory(nn.Module):
         return self.head(x)
 
 
-class Attending(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mixed = nn.Linear(16, 16)
-
+class Attending(Built, mixed=(16, 16)):
     def forward(self, x: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
         return x + torch.tanh(self.mixed(x) * memory * mask)
 
@@ -136,14 +127,10 @@ def test_memory_whose_segments_grow_has_no_pool(sim: Any, workshop: Workshop, mo
     assert in_pool(sim, workshop, partial(Stack, depth=6), activations="recompute")[1] == 0
 
 
-class Rewritten(nn.Module):
+class Rewritten(Built, encoder=(16, 16), mixed=Attending, head=(16, 4)):
     """What its layer has used changes before the backward, once `rewrites` says so."""
 
     rewrites = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.mixed, self.head = nn.Linear(16, 16), Attending(), nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         x, mask = self.encoder(x), torch.ones_like(x)

@@ -28,8 +28,9 @@ from outsize.move.transfer import ARRIVED
 from outsize.optim.update import ChunkUpdater
 from tests.accelerator import sim as simulator
 from tests.accelerator.test_outsize import on_sim, stack, values
-from tests.conftest import Stack, adamw, batches, prepared, squared_error, squeeze, take_step, train
+from tests.conftest import adamw, batches, prepared, squared_error, squeeze, take_step, train
 from tests.ranks.launching import context
+from tests.small_models import Stack
 
 Weights = dict[str, Tensor]
 Run = Callable[[Path], Weights]

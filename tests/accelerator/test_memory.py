@@ -16,7 +16,8 @@ import outsize
 from outsize.planning.layout import PAGE_ELEMENTS
 from tests.accelerator import sim as simulator
 from tests.accelerator.test_outsize import on_sim, prepared_stack
-from tests.conftest import Stack, Workshop, adamw, batches, prepared, squared_error, take_step, train
+from tests.conftest import Workshop, adamw, batches, prepared, squared_error, take_step, train
+from tests.small_models import Built, Stack
 
 KIB = 1 << 10
 
@@ -106,12 +107,8 @@ def test_the_budget_of_the_host_is_kept_by_gradients_on_their_way_to_disk(sim: A
     assert sum(nbytes for name, nbytes in peak.items() if name.startswith("host")) <= caught.value.needed
 
 
-class Widened(nn.Module):
+class Widened(Built, base=(16, 16), more=lambda: nn.Parameter(torch.zeros(16, 16))):
     """As adapters of single parameters do it: a parametrization for the time of the call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base, self.more = nn.Linear(16, 16), nn.Parameter(torch.zeros(16, 16))
 
     def forward(self, x: Tensor) -> Tensor:
         class Plus(nn.Module):

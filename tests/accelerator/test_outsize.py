@@ -22,7 +22,6 @@ from outsize.move.memory import HostBuffer
 from tests.accelerator import sim as simulator
 from tests.conftest import (
     KINDS,
-    Stack,
     Trace,
     Workshop,
     adamw,
@@ -35,6 +34,7 @@ from tests.conftest import (
     train,
     weights,
 )
+from tests.small_models import Stack
 
 KIB = 1 << 10
 POLICIES = ("now", "hold", "random")

@@ -13,7 +13,8 @@ import torch
 
 import outsize
 from outsize.api import monitor as monitoring
-from tests.conftest import Stack, Workshop, batches, train
+from tests.conftest import Workshop, batches, train
+from tests.small_models import Stack
 
 TIERS = ("device", "host", "disk")
 

@@ -25,6 +25,7 @@ from outsize.api.counter import Counter
 from outsize.api.simulated import PARAMETER_SECONDS
 from outsize.planning.machine import Machine, typical_machine
 from tests.conftest import KINDS, Workshop, assert_same, squared_error, train
+from tests.small_models import Built
 
 FAST = 1e18
 RATE = 1e9
@@ -296,12 +297,8 @@ def test_the_plan_says_what_it_does_not_simulate() -> None:
     assert "counted as" not in str(outsize.plan(model, optimizer, **fields))
 
 
-class Slow(nn.Module):
+class Slow(Built, linear=(8, 8), norm=lambda: nn.BatchNorm1d(8), dropout=lambda: nn.Dropout(0.5)):
     """Its Python takes long, which no count sees. Draws numbers, and has buffers that a forward changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm, self.dropout = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if type(x) is torch.Tensor:

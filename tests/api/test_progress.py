@@ -15,7 +15,8 @@ import torch
 
 import outsize
 from outsize.move import progress
-from tests.conftest import Stack, Workshop, adamw, batches, train
+from tests.conftest import Workshop, adamw, batches, train
+from tests.small_models import Stack
 
 BAR = r"\[[= ]{24}\] +\d+% of [\d.]+ KiB, [\d.]+ [KMG]?i?B/s"
 

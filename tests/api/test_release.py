@@ -11,7 +11,8 @@ from torch import nn
 
 import outsize
 from outsize.api import releasing
-from tests.conftest import Pair, Stack, Workshop, adamw, assert_same, batches, squared_error, train, weights
+from tests.conftest import Pair, Workshop, adamw, assert_same, batches, squared_error, train, weights
+from tests.small_models import Stack
 
 
 def assert_plain(pair: Pair, workshop: Workshop) -> None:

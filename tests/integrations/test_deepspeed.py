@@ -14,7 +14,8 @@ import torch
 
 import outsize
 from outsize.integrations.deepspeed import config_from
-from tests.conftest import Stack, Workshop, batches, train
+from tests.conftest import Workshop, batches, train
+from tests.small_models import Stack
 
 AUTO: dict[str, Any] = {
     "train_batch_size": "auto",

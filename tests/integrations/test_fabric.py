@@ -10,8 +10,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import outsize
-from tests.conftest import Stack, assert_same_weights, squared_error, weights
+from tests.conftest import assert_same_weights, squared_error, weights
 from tests.ranks.launching import in_turn, run_on_ranks
+from tests.small_models import Stack
 
 pytest.importorskip("lightning")
 

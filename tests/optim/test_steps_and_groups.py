@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import outsize
-from tests.conftest import Stack, Workshop, assert_same, batches, squared_error, train, weights
+from tests.conftest import Workshop, assert_same, batches, squared_error, train, weights
 from tests.optim.test_trial import Settings
 from tests.run.test_third_party import Plain
+from tests.small_models import Stack
 
 # -- counts in groups and on the optimizer ---------------------------------------------------------------------------
 

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 import outsize
 from outsize.optim.choice import rule_for
-from tests.conftest import Stack, Workshop, batches, squared_error, train, weights
+from tests.conftest import Workshop, batches, squared_error, train, weights
 from tests.run.test_third_party import Plain
+from tests.small_models import Built, Stack
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -508,12 +509,7 @@ class Large(Plain):
         return grad / (second.sqrt() + 1e-8)
 
 
-class Middling(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(16, 48), nn.Linear(48, 32)
-        self.head = nn.Linear(32, 4)
-
+class Middling(Built, first=(16, 48), second=(48, 32), head=(32, 4)):
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
 

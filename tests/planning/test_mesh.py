@@ -11,16 +11,13 @@ from torch import nn
 
 import outsize
 from outsize.planning.parallel import Parallel, sent_for_a_token, sent_in_a_step
+from tests.small_models import Built
 
 WIDTH, LAYERS = 64, 6
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
+class Layer(Built, norm=lambda: nn.LayerNorm(WIDTH), up=(WIDTH, 4 * WIDTH), down=(4 * WIDTH, WIDTH)):
+    pass
 
 
 class Net(nn.Module):

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import outsize
+from tests.small_models import Built
 
 LENGTH, BATCH, WIDTH, HEADS = 64, 2, 256, 8
 UNIT = LENGTH * BATCH * WIDTH  # sbh
@@ -51,11 +52,7 @@ class Attention(nn.Module):
         return self.out((weights @ value).transpose(1, 2).flatten(2))
 
 
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
+class Mlp(Built, up=(WIDTH, 4 * WIDTH), down=(4 * WIDTH, WIDTH)):
     def forward(self, x: Tensor) -> Tensor:
         return self.down(nn.functional.gelu(self.up(x)))
 

@@ -16,9 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import outsize
 from outsize.move.activations import ActivationStore
 from outsize.run import choice
-from tests.conftest import InTurn, take_step
+from tests.conftest import take_step
 from tests.ranks.launching import run_on_ranks
 from tests.ranks.training import same_bits, weights_of
+from tests.small_models import InTurn
 
 WIDTH, DEPTH, ROWS, STEPS = 32, 4, 64, 2
 ONCE, TWICE = DEPTH, 2 * DEPTH

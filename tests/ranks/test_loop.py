@@ -18,6 +18,7 @@ from outsize.run.buffers import unused
 from tests.conftest import take_step
 from tests.ranks.launching import in_turn, run_on_ranks
 from tests.ranks.training import Setting, assert_near, batches, fields_of, make, prepared, same_bits, weights_of
+from tests.small_models import Built
 
 
 def loss_of(model: nn.Module, step: int, parts: list[int]) -> Tensor:
@@ -190,12 +191,8 @@ def test_state_dicts_of_the_optimizer_go_around(tmp_path: Path) -> None:
     assert run_on_ranks(2, state_dicts, str(tmp_path)) == [True, True]
 
 
-class Offset(nn.Module):
+class Offset(Built, values=lambda: nn.Parameter(torch.zeros(4, 16))):
     """Added without broadcasting: its gradient is the very tensor that comes in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.values = nn.Parameter(torch.zeros(4, 16))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.values.view(4, 16)

@@ -18,15 +18,11 @@ from outsize.move.lanes import REDUCE, Going
 from tests.conftest import take_step
 from tests.ranks.launching import in_turn, run_on_ranks
 from tests.ranks.training import assert_near, batch, batches, prepared, same_bits, weights_of
+from tests.small_models import Built
 
 
-class Experts(nn.Module):
+class Experts(Built, experts=lambda: nn.ModuleList([nn.Linear(48, 48) for _ in range(4)]), head=(48, 8)):
     """Rows go to the expert that they ask for; one that nobody asks for gets no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList([nn.Linear(48, 48) for _ in range(4)])
-        self.head = nn.Linear(48, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         chosen = (x[:, 0] * 10).long().remainder(3)  # the fourth is for nobody
@@ -381,12 +377,7 @@ def test_an_interrupted_backward_leaves_nothing_of_other_experts(tmp_path: Path)
             assert_near(found, model.parameters())
 
 
-class Routed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inp, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.experts = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
-
+class Routed(Built, inp=(8, 8), head=(8, 8), experts=lambda: nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])):
     def forward(self, x: Tensor, expert: int) -> Tensor:
         return self.head(self.experts[expert](self.inp(x)))  # type: ignore[no-any-return]
 

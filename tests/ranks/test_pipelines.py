@@ -16,10 +16,11 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import outsize
-from tests.conftest import Block, train
+from tests.conftest import train
 from tests.ranks import training
 from tests.ranks.launching import in_turn, run_on_ranks
 from tests.ranks.training import HIDDEN, WIDTH, assert_near, same_bits
+from tests.small_models import Block
 
 BLOCKS, MICRO_BATCHES, STEPS, CLIP = 8, 4, 2, 0.05
 SINGLE = ("ScheduleGPipe", "Schedule1F1B")

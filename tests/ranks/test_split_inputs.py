@@ -16,15 +16,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import outsize
 from tests.conftest import take_step
 from tests.ranks.launching import in_turn, run_on_ranks
+from tests.small_models import Built
 
 WIDTH, ROWS, DEPTH = 32, 65, 3
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
-
+class Block(Built, norm=lambda: nn.LayerNorm(WIDTH), up=(WIDTH, 64), down=(64, WIDTH)):
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         return x + self.down(torch.tanh(self.up(self.norm(x)))) * mask
 

@@ -28,6 +28,7 @@ import outsize
 from tests.conftest import assert_same, take_step
 from tests.ranks.launching import in_turn, run_on_ranks
 from tests.ranks.training import named_weights, whole
+from tests.small_models import Built
 
 LENGTH, VOCABULARY = 16, 128
 NAMES = ("data", "tp")
@@ -298,14 +299,8 @@ def test_what_is_at_rest_cannot_be_read_past_the_gate(of_four: Found) -> None:
         assert "is at rest (disk)" in found[4]
 
 
-class LocalExperts(nn.Module):
+class LocalExperts(Built, first=(8, 8), weight=lambda: nn.Parameter(torch.randn(16, 8) * 0.1), last=(8, 8)):
     """Reads the local part of its weight, as grouped experts do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.weight = nn.Parameter(torch.randn(16, 8) * 0.1)
-        self.last = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         weight: Any = self.weight

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import outsize
 from outsize.api.assemble import prepared_of
-from tests.conftest import Stack
+from tests.small_models import Stack
 
 WIDTH, HIDDEN, DEPTH = 48, 100, 3
 

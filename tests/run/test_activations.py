@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import outsize
 from outsize.run import selective
-from tests.conftest import TIERS, Stack, Trace, Workshop, adamw, batches, sgd, squared_error, take_step, train, weights
+from tests.conftest import TIERS, Trace, Workshop, adamw, batches, sgd, squared_error, take_step, train, weights
+from tests.small_models import Built, Stack
 
 MODES: dict[str, dict[str, Any]] = {
     "recompute": {"activations": "recompute"},
@@ -87,11 +88,7 @@ def test_a_kept_result_that_drew_random_numbers_leaves_them_to_those_after_it(
     kept = selective._KEPT_OPERATIONS | {torch.ops.aten.native_dropout}
     monkeypatch.setattr(selective, "_KEPT_OPERATIONS", kept)
 
-    class Dropping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 4)
-
+    class Dropping(Built, up=(16, 16), down=(16, 4)):
         def forward(self, x: Tensor) -> Tensor:
             dropped = torch.native_dropout(torch.tanh(self.up(x)), 0.5, True)[0]
             return self.down(torch.rand_like(dropped) * dropped)
@@ -133,12 +130,8 @@ def test_the_inputs_of_layers_lie_on_disk(workshop: Workshop) -> None:
     assert outsize.memory(model).peak["disk/activations"] == 5 * pages, "space is used again"
 
 
-class ByName(nn.Module):
+class ByName(Built, blocks=lambda: nn.ModuleList([Named() for _ in range(4)])):
     """Layers get their input by name, inside a tuple, and beside a list that they fill."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Named() for _ in range(4)])
 
     def forward(self, x: Tensor) -> Tensor:
         seen: list[Tensor] = []
@@ -148,11 +141,7 @@ class ByName(nn.Module):
         return (x + seen[0].detach())[..., :4]
 
 
-class Named(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
-
+class Named(Built, inner=lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())):
     def forward(self, *, inputs: Any, seen: list[Tensor]) -> Tensor:
         x, options = inputs
         seen.append(x.detach())
@@ -299,12 +288,8 @@ def test_a_graph_that_is_used_twice_or_dropped(workshop: Workshop, fields: dict[
     pair.check()
 
 
-class InPlace(nn.Module):
+class InPlace(Built, up=(16, 24), middle=(24, 24), down=(24, 4)):
     """The result of a matrix product is written to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.middle, self.down = nn.Linear(16, 24), nn.Linear(24, 24), nn.Linear(24, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.relu(self.middle(torch.relu_(self.up(x)))))
@@ -395,12 +380,8 @@ def test_autocast_has_the_bits_of_torch_that_casts_at_each_use(workshop: Worksho
             assert torch.equal(ours.grad.cpu(), plain.grad.cpu())
 
 
-class Traced(nn.Module):
+class Traced(Built, blocks=lambda: nn.ModuleList(Stack() for _ in range(2))):
     """Block by block, as torchvision's networks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Stack() for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:

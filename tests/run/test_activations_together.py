@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import outsize
 from tests.conftest import Workshop, gradients
+from tests.small_models import Built
 
 MODES = ("keep", "recompute", "selective", "offload", "auto")
 WAYS = (
@@ -27,21 +28,13 @@ PAIRS = [
 """The sum of two numbers: each way meets each mode."""
 
 
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-
+class Mlp(Built, up=(16, 32), down=(32, 16)):
     def forward(self, x: Tensor) -> Tensor:
         return self.down(torch.tanh(self.up(x)))
 
 
-class Mixer(nn.Module):
+class Mixer(Built, norm=lambda: nn.LayerNorm(16), scores=(16, 16), mlp=Mlp):
     """Positions look at each other, rows do not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.scores, self.mlp = nn.LayerNorm(16), nn.Linear(16, 16), Mlp()
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)

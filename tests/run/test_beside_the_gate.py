@@ -25,10 +25,7 @@ from outsize.run.engine import Frame
 from outsize.run.grads import RestingGrad
 from tests.conftest import (
     AT_REST_TIERS,
-    Block,
     Pair,
-    Product,
-    Stack,
     Workshop,
     adamw,
     assert_same,
@@ -38,6 +35,7 @@ from tests.conftest import (
     squared_error,
     train,
 )
+from tests.small_models import Block, Built, Product, Stack
 
 NAME = "model.safetensors"
 
@@ -381,13 +379,8 @@ def test_a_prepared_model_is_no_more_made_into_torchscript(workshop: Workshop, k
 # -- what reads values without an operation ------------------------------------------------------------------------
 
 
-class Unwrapped(nn.Module):
+class Unwrapped(Built, layers=lambda: nn.ModuleList([nn.Linear(16, 16) for _ in range(3)]), head=(16, 4)):
     """Sees its weight as a plain tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
-        self.head = nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

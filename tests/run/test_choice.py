@@ -17,7 +17,6 @@ from outsize.move.activations import ActivationStore
 from outsize.run import choice
 from tests.conftest import (
     AT_REST_TIERS,
-    InTurn,
     Trace,
     Workshop,
     adamw,
@@ -29,6 +28,7 @@ from tests.conftest import (
     train,
     weights,
 )
+from tests.small_models import Built, InTurn
 
 HELD = "device/activations"
 DEPTH, WIDTH, ROWS = 6, 32, 64
@@ -278,11 +278,7 @@ def test_nested_tensors_are_computed_again(workshop: Workshop) -> None:
     if workshop.device != "cpu":
         pytest.skip("the simulated accelerator has no nested tensors")
 
-    class Simple(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
-
+    class Simple(Built, inner=lambda: nn.ModuleList([nn.Linear(WIDTH, WIDTH)])):
         def forward(self, x: Tensor) -> Tensor:
             return torch.tanh(self.inner[0](x))
 
@@ -413,11 +409,7 @@ def test_layers_that_rest_on_the_device_are_left_alone(workshop: Workshop) -> No
 def test_products_are_kept_where_only_they_fit(workshop: Workshop, undisturbed: None) -> None:
     """Layers whose cheap operations save most of the bytes, and take little time: their products alone are kept."""
 
-    class Cheap(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(1024, 1024), nn.Linear(1024, 1024)
-
+    class Cheap(Built, one=(1024, 1024), two=(1024, 1024)):
         def forward(self, x: Tensor) -> Tensor:
             y = self.one(x)
             for _ in range(4):
@@ -435,12 +427,8 @@ def test_products_are_kept_where_only_they_fit(workshop: Workshop, undisturbed: 
     assert held(model)[1] == found.nbytes
 
 
-class Masks(nn.Module):
+class Masks(Built, inner=lambda: nn.ModuleList([nn.Linear(256, 256) for _ in range(2)])):
     """A layer that saves little but masks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.ModuleList([nn.Linear(256, 256) for _ in range(2)])
 
     def forward(self, x: Tensor) -> Tensor:
         first, second = self.inner
@@ -472,12 +460,8 @@ def test_masks_are_packed_where_that_makes_them_fit(workshop: Workshop, undistur
     assert_same(weights(kept), weights(model))
 
 
-class Two(nn.Module):
+class Two(Built, one=(WIDTH, WIDTH), two=(WIDTH, WIDTH)):
     """Saves two tensors: its input, and what `tanh` gives, which two operations save."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         Residual.ran[0] += 1

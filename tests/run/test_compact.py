@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import outsize
-from tests.conftest import AT_REST_TIERS, Stack, Workshop, assert_same, batches, prepared, train, weights
+from tests.conftest import AT_REST_TIERS, Workshop, assert_same, batches, prepared, train, weights
+from tests.small_models import Stack
 
 OPTIMIZERS = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1),

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import outsize
-from tests.conftest import Pair, Stack, Workshop, adamw, assert_same_weights, batches, squared_error, train, weights
+from tests.conftest import Pair, Workshop, adamw, assert_same_weights, batches, squared_error, train, weights
+from tests.small_models import Stack
 
 WARMUP = 3
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import outsize
-from tests.conftest import AT_REST_TIERS, Pair, Stack, Workshop, batches, prepared, squared_error, train
+from tests.conftest import AT_REST_TIERS, Pair, Workshop, batches, prepared, squared_error, train
+from tests.small_models import Built, Stack
 
 
 @pytest.mark.parametrize("tier", AT_REST_TIERS)
@@ -118,11 +119,7 @@ def test_a_write_inside_a_forward_names_the_parameter_and_all_that_must_be_wrapp
 
 @pytest.mark.parametrize("tier", AT_REST_TIERS)
 def test_a_layer_that_writes_to_its_weight_says_that_the_forward_must_be_wrapped(workshop: Workshop, tier: str) -> None:
-    class Clamps(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(16, 16)
-
+    class Clamps(Built, inner=(16, 16)):
         def forward(self, x: Tensor) -> Tensor:
             self.inner.weight.data.clamp_(-0.1, 0.1)
             return self.inner(x)
@@ -219,11 +216,7 @@ def test_a_layer_that_casts_a_part_to_what_it_is_trains_like_torch(workshop: Wor
 
 
 def test_recurrent_weights_stay_where_they_are_when_they_are_to_be_flattened(workshop: Workshop, tier: str) -> None:
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm = nn.LSTM(16, 4)
-
+    class Recurrent(Built, lstm=lambda: nn.LSTM(16, 4)):
         def forward(self, x: Tensor) -> Tensor:
             self.lstm.flatten_parameters()
             return self.lstm(x)[0]

@@ -16,7 +16,6 @@ import outsize
 from tests.conftest import (
     AT_REST_TIERS,
     Pair,
-    Stack,
     Workshop,
     adamw,
     assert_same_gradients,
@@ -26,6 +25,7 @@ from tests.conftest import (
     train,
     weights,
 )
+from tests.small_models import Built, Stack
 
 
 def modifying(model: nn.Module, pair: Pair) -> AbstractContextManager[Any]:
@@ -164,12 +164,8 @@ def test_layers_that_the_user_checkpoints_or_tiles_take_a_block_around_forward_o
     pair.check()
 
 
-class Slope(nn.Module):
+class Slope(Built, inner=(16, 16)):
     """Its forward uses torch.func, beside which torch allows no hooks of saved tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(16, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.func.grad(lambda y: self.inner(y).square().sum())(x)

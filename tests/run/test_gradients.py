@@ -15,7 +15,6 @@ from outsize.run.grads import RestingGrad
 from tests.conftest import (
     AT_REST_TIERS,
     Pair,
-    Stack,
     Workshop,
     adamw,
     assert_same,
@@ -28,6 +27,7 @@ from tests.conftest import (
     train,
     weights,
 )
+from tests.small_models import Built, Stack
 
 
 def backward(pair: Pair, data: list[Any]) -> None:
@@ -531,13 +531,8 @@ def test_values_put_into_the_data_of_a_gradient_at_rest_are_refused_with_the_rem
     pair.check()
 
 
-class Branches(nn.Module):
+class Branches(Built, block=lambda: nn.ModuleDict({"q": nn.Linear(16, 16), "k": nn.Linear(16, 16)}), head=(16, 4)):
     """Two layers of one shape in one unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = nn.ModuleDict({"q": nn.Linear(16, 16), "k": nn.Linear(16, 16)})
-        self.head = nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.block["q"](x)) * torch.sigmoid(self.block["k"](x)))

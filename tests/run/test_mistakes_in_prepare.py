@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import outsize
-from tests.conftest import Stack, Workshop, adamw, batches, refused, squared_error
+from tests.conftest import Workshop, adamw, batches, refused, squared_error
+from tests.small_models import Stack
 
 
 def test_a_budget_below_the_largest_unit_names_the_unit_and_the_numbers(tmp_path: Path) -> None:

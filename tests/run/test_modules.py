@@ -22,9 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import outsize
 from tests.conftest import (
     AT_REST_TIERS,
-    Block,
     Pair,
-    Stack,
     Workshop,
     adamw,
     assert_same,
@@ -34,6 +32,7 @@ from tests.conftest import (
     take_step,
     weights,
 )
+from tests.small_models import Block, Built, Stack
 
 Point = namedtuple("Point", ["out", "hidden"])
 
@@ -262,11 +261,7 @@ class Normalized(nn.Module):
 class Borrowed(nn.Module):
     """The weights get a parametrization for each forward, as PEFT gives one to those of experts."""
 
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
-
+    class Block(Built, first=(16, 16), second=(16, 16)):
         def forward(self, x: Tensor) -> Tensor:
             for layer in (self.first, self.second):
                 parametrize.register_parametrization(layer, "weight", nn.Tanh(), unsafe=True)
@@ -392,20 +387,11 @@ RETURNS: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[
 def test_outputs_of_any_type_pass_unchanged(workshop: Workshop, kind: str, activations: str) -> None:
     returns, read = RETURNS[kind]
 
-    class Part(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = Block(16, 40)
-
+    class Part(Built, block=lambda: Block(16, 40)):
         def forward(self, x: Tensor) -> Any:
             return returns(self.block(x), x * 2)
 
-    class Whole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = nn.ModuleList([Part(), Part()])
-            self.head = nn.Linear(16, 4)
-
+    class Whole(Built, parts=lambda: nn.ModuleList([Part(), Part()]), head=(16, 4)):
         def forward(self, x: Tensor) -> Any:
             for part in self.parts:
                 result = part(x)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import outsize
-from tests.conftest import AT_REST_TIERS, Block, InTurn, Stack, Workshop, adamw, batches, squared_error, take_step
+from tests.conftest import AT_REST_TIERS, Workshop, adamw, batches, squared_error, take_step
+from tests.small_models import Block, Built, InTurn, Stack
 
 
 @pytest.fixture
@@ -153,11 +154,7 @@ def banks() -> nn.Module:
     return InTurn(lambda: Banked(bank), head=None)
 
 
-class Around(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = banks()
-
+class Around(Built, inner=banks):
     def forward(self, x: Tensor) -> Any:
         return self.inner(x)
 
@@ -222,12 +219,8 @@ def test_a_model_whose_own_parameters_never_move_begins_its_passes(tmp_path: Pat
     assert report.mispredicted == 0
 
 
-class Differentiates(nn.Module):
+class Differentiates(Built, weight=lambda: nn.Parameter(torch.randn(16, 16) / 4)):
     """Its forward is made of gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(16, 16) / 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.func.vmap(torch.func.grad(lambda each: torch.tanh(each @ self.weight).square().sum()))(x)  # type: ignore[no-any-return]

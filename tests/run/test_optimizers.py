@@ -22,7 +22,6 @@ from tests.conftest import (
     KINDS,
     TIERS,
     Pair,
-    Stack,
     Workshop,
     assert_same,
     assert_same_runs,
@@ -34,6 +33,7 @@ from tests.conftest import (
     weights,
 )
 from tests.run.test_third_party import Plain
+from tests.small_models import Stack
 
 OPTIM = torch.optim
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

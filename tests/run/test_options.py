@@ -11,7 +11,8 @@ import torch
 from torch import nn, optim
 
 import outsize
-from tests.conftest import Pair, Stack, Workshop, assert_same, batches, squared_error, train, weights
+from tests.conftest import Pair, Workshop, assert_same, batches, squared_error, train, weights
+from tests.small_models import Stack
 
 MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda params: optim.AdamW(params, lr=1e-2, foreach=False),

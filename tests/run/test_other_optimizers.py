@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from tests.conftest import AT_REST_TIERS, Pair, Stack, Workshop, adamw, batches, refused, squared_error, train
+from tests.conftest import AT_REST_TIERS, Pair, Workshop, adamw, batches, refused, squared_error, train
+from tests.small_models import Stack
 
 
 @pytest.mark.parametrize("tier", AT_REST_TIERS)

@@ -16,7 +16,6 @@ from outsize.run.unit import Unit
 from tests.conftest import (
     AT_REST_TIERS,
     Pair,
-    Stack,
     Workshop,
     assert_same,
     batches,
@@ -26,6 +25,7 @@ from tests.conftest import (
     train,
     weights,
 )
+from tests.small_models import Stack
 
 
 def head_only(model: nn.Module) -> torch.optim.Optimizer:

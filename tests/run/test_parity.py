@@ -12,7 +12,6 @@ import outsize
 from tests.conftest import (
     KINDS,
     Pair,
-    Stack,
     Workshop,
     adamw,
     assert_same,
@@ -25,6 +24,7 @@ from tests.conftest import (
     train,
     weights,
 )
+from tests.small_models import Stack
 
 
 @pytest.mark.slow

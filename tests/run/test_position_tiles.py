@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from outsize.run import positions
-from tests.conftest import TIERS, InTurn, Pair, Product, Workshop, assert_same_gradients, sgd
+from tests.conftest import TIERS, Pair, Workshop, assert_same_gradients, sgd
+from tests.small_models import Built, InTurn, Product
 
 WIDTH, HIDDEN, POSITIONS = 16, 64, 2048
 """One MLP of these takes 2.2 MiB at least."""
@@ -261,11 +262,7 @@ def test_a_module_with_several_arguments_or_results_runs_whole(workshop: Worksho
         def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
             return super().forward(x) * (1 if y is None else y)
 
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.pairs, self.takes = Pairs(), Takes()
-
+    class Both(Built, pairs=Pairs, takes=Takes):
         def forward(self, x: Tensor) -> Tensor:
             return self.takes(self.pairs(x)[0], y=x.mean(1, keepdim=True))
 
@@ -292,12 +289,8 @@ def test_a_budget_that_holds_a_call_cuts_nothing(workshop: Workshop, monkeypatch
         assert of_step(pair.model, data()).largest == POSITIONS * HIDDEN
 
 
-class Shifts(nn.Module):
+class Shifts(Built, up=(WIDTH, HIDDEN), down=(HIDDEN, WIDTH)):
     """Sixteen results, of which autograd saves one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.up(x)

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import outsize
-from tests.conftest import Pair, Stack, Workshop, batches, prepared, train
+from tests.conftest import Pair, Workshop, batches, prepared, train
+from tests.small_models import Stack
 
 
 def test_a_forward_from_a_second_thread_at_once_is_refused(workshop: Workshop) -> None:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import outsize
 from outsize.run import layer_state
 from outsize.run.layer_state import SMALL_BUFFER_BYTES
-from tests.conftest import TIERS, InTurn, Pair, Workshop, assert_same_gradients, batches, squared_error, take_step
+from tests.conftest import TIERS, Pair, Workshop, assert_same_gradients, batches, squared_error, take_step
+from tests.small_models import Built, InTurn
 
 REFUSED = r"layer 'layers\.0' .* changes its input in place, so it cannot be recomputed.*: pass activations=\"keep\""
 LARGE = SMALL_BUFFER_BYTES // 4 // 16 + 1  # rows of 16 fp32 values
@@ -255,11 +256,7 @@ def test_a_changed_input_inside_a_list_or_mapping_is_refused(workshop: Workshop,
 def test_results_put_into_a_mapping_that_was_given_are_not_there_when_a_layer_runs_again(
     workshop: Workshop, kind: Any, activations: str
 ) -> None:
-    class Puts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin = nn.Linear(16, 16)
-
+    class Puts(Built, lin=(16, 16)):
         def forward(self, found: Any) -> Any:
             found["x"] = torch.tanh(self.lin(found["x"]))
             return found
@@ -276,11 +273,7 @@ def test_results_put_into_a_mapping_that_was_given_are_not_there_when_a_layer_ru
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
 def test_an_error_of_a_layer_that_runs_again_says_so(workshop: Workshop) -> None:
-    class Narrows(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin = nn.Linear(16, 8)
-
+    class Narrows(Built, lin=(16, 8)):
         def forward(self, found: Any) -> Any:
             found.x = torch.tanh(self.lin(found.x))
             return found
@@ -464,12 +457,8 @@ def test_dicts_and_lists_of_a_layer_are_as_they_were(workshop: Workshop, activat
 SHARED = {"scale": 2.0}
 
 
-class Binds(nn.Module):
+class Binds(Built, mix=(16, 16)):
     """Has a dict of others from its forward on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Linear(16, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         self.options = SHARED
@@ -482,12 +471,8 @@ def test_a_dict_of_others_that_a_forward_binds_is_left_alone(workshop: Workshop,
     check(pair)
 
 
-class Gated(nn.Module):
+class Gated(Built, mix=(16, 16), gate=lambda: nn.Parameter(torch.ones(16))):
     """Uses a parameter of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix, self.gate = nn.Linear(16, 16), nn.Parameter(torch.ones(16))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.mix(x) * self.gate) + x
@@ -648,12 +633,8 @@ def test_a_compiled_model_trains_with_recomputation(compiled: str, activations: 
     assert [float(loss) for loss in losses[:3]] == pytest.approx([float(loss) for loss in losses[3:]], rel=1e-6)
 
 
-class WritesToSaved(nn.Module):
+class WritesToSaved(Built, inner=lambda: nn.ModuleList([nn.Linear(16, 16) for _ in range(2)])):
     """Writes to what an operation of its own saved for the backward, or what its input was made from."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.ModuleList([nn.Linear(16, 16) for _ in range(2)])
 
     def forward(self, x: Tensor) -> Tensor:
         first, second = self.inner

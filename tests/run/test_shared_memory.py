@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import outsize
-from tests.conftest import Stack, Workshop, adamw, batches
+from tests.conftest import Workshop, adamw, batches
+from tests.small_models import Stack
 
 
 def _same_memory() -> nn.Module:

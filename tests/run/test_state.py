@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import outsize
 from outsize.move.shard import UnitShard
 from tests.api.dcp_runs import plain_save
-from tests.conftest import Pair, Stack, Workshop, adamw, assert_same, batches, prepared, train, weights
+from tests.conftest import Pair, Workshop, adamw, assert_same, batches, prepared, train, weights
+from tests.small_models import Stack
 
 MASTER_KEY = "fp32_master"
 

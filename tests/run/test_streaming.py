@@ -21,7 +21,6 @@ import outsize
 from outsize.move.memory import Ledger
 from outsize.planning.sizes import format_bytes, parse_bytes
 from tests.conftest import (
-    Stack,
     Workshop,
     adamw,
     batches,
@@ -33,6 +32,7 @@ from tests.conftest import (
     weights,
 )
 from tests.scripts import Script
+from tests.small_models import Built, Stack
 
 PAGE = 4096
 
@@ -69,12 +69,8 @@ ON_DISK = {"params": "disk", "grads": "disk", "states": "disk"}
 BUDGET_IN_TEXT = re.compile(r"[Rr]aise host_memory to at least ([0-9.]+ \w+)")
 
 
-class Stacked(nn.Module):
+class Stacked(Built, entries=lambda: nn.ParameterList([torch.randn(128, 128) * 0.05 for _ in range(8)])):
     """All entries of a list in one operation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entries = nn.ParameterList([torch.randn(128, 128) * 0.05 for _ in range(8)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.einsum("bd,edf->bf", x, torch.stack(list(self.entries)))
@@ -348,12 +344,8 @@ def test_what_was_saved_outside_of_calls_is_refused_after_a_step_as_in_torch(wor
         stale.backward()
 
 
-class Functional(nn.Module):
+class Functional(Built, up=(16, 64), down=(64, 16)):
     """Uses the weights of modules that it does not call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = nn.functional.linear(x, self.up.weight, self.up.bias).relu()
@@ -603,7 +595,8 @@ SCRIPT = """
 import os, signal, sys, torch, outsize
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
 from outsize.planning.sizes import format_bytes, parse_bytes
-from tests.conftest import Stack, adamw, batches, train
+from tests.conftest import adamw, batches, train
+from tests.small_models import Stack
 model = Stack()
 optimizer = adamw(model)
 outsize.prepare(model, optimizer, params="disk", grads="disk", states="disk", host_memory="64MiB", disk=sys.argv[1])

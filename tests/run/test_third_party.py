@@ -11,6 +11,7 @@ from torch import nn
 
 import outsize
 from tests.conftest import Workshop, batches, squared_error, take_step, train, weights
+from tests.small_models import Built
 
 
 class Plain(torch.optim.Optimizer):
@@ -93,12 +94,8 @@ class Failing(Plain):
         return grad
 
 
-class Tall(nn.Module):
+class Tall(Built, layer=lambda: nn.Linear(1500, 1400, bias=False)):
     """One matrix of more elements than a piece has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(1500, 1400, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(x)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import outsize
-from tests.conftest import TIERS, InTurn, Workshop, sgd
+from tests.conftest import TIERS, Workshop, sgd
+from tests.small_models import InTurn
 
 
 class Mlp(nn.Module):

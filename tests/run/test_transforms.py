@@ -13,7 +13,8 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import CheckpointError
 
 import outsize
-from tests.conftest import Stack, Workshop, adamw, assert_same_gradients, batches, squared_error, take_step
+from tests.conftest import Workshop, adamw, assert_same_gradients, batches, squared_error, take_step
+from tests.small_models import Built, Stack
 
 Net = nn.Module
 
@@ -228,11 +229,7 @@ class Attends(nn.Module):
         return x + torch.softmax(x @ keys.T, -1) @ keys
 
 
-class Decoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Attends(index) for index in range(3)])
-
+class Decoder(Built, layers=lambda: nn.ModuleList([Attends(index) for index in range(3)])):
     def forward(self, x: Tensor, cache: Cache) -> Tensor:
         x = x + cache.get_seq_length()
         for layer in self.layers:

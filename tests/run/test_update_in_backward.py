@@ -16,7 +16,6 @@ import outsize
 from outsize.run.resting_place import RestingPlace
 from tests.conftest import (
     AT_REST_TIERS,
-    Stack,
     Workshop,
     assert_same,
     assert_same_runs,
@@ -28,6 +27,7 @@ from tests.conftest import (
     train,
     weights,
 )
+from tests.small_models import Stack
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -15,7 +15,8 @@ from outsize.move.transfer import Promise
 from outsize.optim import update
 from outsize.optim.native import AdamRule
 from outsize.optim.rules import Piece
-from tests.conftest import Stack, Workshop, batches
+from tests.conftest import Workshop, batches
+from tests.small_models import Stack
 
 
 def test_a_thread_that_waits_is_counted_until_its_wait_is_over() -> None:

@@ -16,6 +16,7 @@ from torch.nn import functional
 import outsize
 from tests.conftest import Pair, Workshop, prepared, squared_error, train
 from tests.run.codes import KINDS, Adapted, Codes, CodesAbove, Nested
+from tests.small_models import Built
 
 WIDTH, DEPTH = 64, 3
 PACKED = DEPTH * 2 * (WIDTH * WIDTH + 4 * WIDTH) + DEPTH * 4 * WIDTH
@@ -163,11 +164,7 @@ def test_a_forward_inside_gathered(workshop: Workshop, kind: Any) -> None:
 
 @of_each_kind
 def test_a_layer_uses_the_weight_of_another(workshop: Workshop, kind: Any) -> None:
-    class Borrowing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = build(kind)()
-
+    class Borrowing(Built, layers=build(kind)):
         def forward(self, x: Tensor) -> Tensor:
             return functional.linear(self.layers(x), self.layers[1].last.weight, None)  # type: ignore[index,union-attr]
 
