@@ -456,6 +456,20 @@ class Workshop:
         if tier == "squeezed":
             squeeze(model)
 
+    def made(
+        self,
+        build: Callable[[], nn.Module] = Stack,
+        optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
+        tier: str = "disk",
+        **fields: Any,
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """A prepared model and its optimizer."""
+        torch.manual_seed(0)
+        model = build()
+        chosen = optimizer(model)
+        self.prepare(model, chosen, tier, **fields)
+        return model, chosen
+
     def watch(self, model: nn.Module) -> None:
         """Check after the test that the engine of this model is gone."""
         self._resources.append(weakref.ref(prepared(model).resources))

@@ -76,3 +76,7 @@ class Built(nn.Module):
         super().__init__()
         for name, make in self.made.items():
             setattr(self, name, nn.Linear(*make) if isinstance(make, tuple) else make())
+
+
+def linears(width: int, count: int, bias: bool = True) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(width, width, bias) for _ in range(count)))

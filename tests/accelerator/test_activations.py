@@ -20,10 +20,7 @@ KIB = 1 << 10
 
 def moved_out(workshop: Workshop, **fields: Any) -> tuple[list[float], dict[str, int]]:
     """The losses with inputs of 1 MiB a layer, and the peaks of memory."""
-    torch.manual_seed(0)
-    model = Stack(depth=12)
-    optimizer = adamw(model)
-    workshop.prepare(model, optimizer, "device", device="sim", **fields)
+    model, optimizer = workshop.made(lambda: Stack(depth=12), tier="device", device="sim", **fields)
     trace = train(model, optimizer, on_sim(batches(2, rows=1 << 14)))
     return trace.losses, dict(outsize.memory(model).peak)
 
@@ -80,10 +77,7 @@ class Attending(Built, mixed=(16, 16)):
 
 def in_pool(sim: Any, workshop: Workshop, make: Any, **fields: Any) -> tuple[list[float], int]:
     """The losses of two steps, and the bytes in pools between forward and backward; none are there afterwards."""
-    torch.manual_seed(0)
-    model = make()
-    optimizer = adamw(model)
-    workshop.prepare(model, optimizer, "host", device="sim", **fields)
+    model, optimizer = workshop.made(make, tier="host", device="sim", **fields)
     losses, most = [], 0
     for x, y in on_sim(batches(2, rows=1 << 14)):
         loss = squared_error(model, (x, y))

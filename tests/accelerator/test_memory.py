@@ -17,7 +17,7 @@ from outsize.planning.layout import PAGE_ELEMENTS
 from tests.accelerator import sim as simulator
 from tests.accelerator.test_outsize import on_sim, prepared_stack
 from tests.conftest import Workshop, adamw, batches, prepared, squared_error, take_step, train
-from tests.small_models import Built, Stack
+from tests.small_models import Built, Stack, linears
 
 KIB = 1 << 10
 
@@ -92,7 +92,7 @@ def test_the_budget_of_the_device_is_kept(sim: Any, workshop: Workshop, kind: st
 
 def test_the_budget_of_the_host_is_kept_by_gradients_on_their_way_to_disk(sim: Any, workshop: Workshop) -> None:
     def wide() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(10)])
+        model = linears(512, 10)
         return model, adamw(model)
 
     fields: dict[str, Any] = {"device": "sim", "device_memory": "8MiB", "disk": workshop.disk}

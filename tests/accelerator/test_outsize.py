@@ -65,9 +65,7 @@ def prepared_stack(
     workshop: Workshop, tier: str = "host", units: int = 2, make: Any = adamw, **fields: Any
 ) -> tuple[nn.Module, Any]:
     """A model with room for so many units only."""
-    model = stack()
-    optimizer = make(model)
-    workshop.prepare(model, optimizer, tier, **{"device": "sim", **fields})
+    model, optimizer = workshop.made(stack, make, tier, **{"device": "sim", **fields})
     squeeze(model, units)
     return model, optimizer
 

@@ -12,6 +12,7 @@ import outsize
 from outsize.move import outbox
 from tests.accelerator.test_outsize import on_sim, prepared_stack
 from tests.conftest import Workshop, adamw, batches, squared_error, take_step
+from tests.small_models import linears
 
 
 def stops(sim: Any) -> dict[str, int]:
@@ -60,7 +61,7 @@ def test_a_step_stops_the_host_for_few_numbers(
 
 
 def test_gradients_leave_in_quarters_of_the_ring(sim: Any, workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
+    model = linears(64, 4, bias=False)
     optimizer = adamw(model)
     workshop.prepare(model, optimizer, "host", device="sim", units=[nn.Sequential])
     landed: list[int] = []
@@ -80,9 +81,7 @@ def test_gradients_without_elements_are_not_waited_for(sim: Any, workshop: Works
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) + self.none.sum()
 
-    model = Odd()
-    optimizer = adamw(model)
-    workshop.prepare(model, optimizer, "host", device="sim")
+    model, optimizer = workshop.made(Odd, tier="host", device="sim")
     for batch in on_sim(batches(2)):
         squared_error(model, batch).backward()
         take_step(squared_error(model, batch), optimizer)

@@ -21,6 +21,7 @@ from outsize.checkpoint.values import decode, encode, from_inline, inline
 from outsize.run.streamer import Streamer
 from tests.api.checkpoint_runs import KINDS, OPTIMIZERS, Block, Run, peak_of, prepare
 from tests.conftest import Workshop, assert_same, batches, exact_masters, take_step, weights
+from tests.small_models import linears
 
 
 @pytest.fixture(params=["small", "large"])
@@ -186,7 +187,7 @@ def test_layers_that_train_in_turn_are_saved_without_the_others(
 ) -> None:
     def layers() -> tuple[nn.Sequential, torch.optim.Optimizer]:
         torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))).requires_grad_(False)
+        model = linears(16, 3).requires_grad_(False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
         workshop.prepare(model, optimizer, units=[nn.Linear])
         return model, optimizer
@@ -299,7 +300,7 @@ def test_small_tensors_survive_in_the_manifest() -> None:
 @pytest.mark.slow
 def test_memory_of_save_load_and_export_is_a_slab_whatever_the_model(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
-    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(16)])  # 64 MiB of weights, 4 MiB a unit
+    model = linears(1024, 16)  # 64 MiB of weights, 4 MiB a unit
     optimizer = torch.optim.AdamW(model.parameters())
     prepare(model, optimizer, "disk", tmp_path, host_memory="32MiB")
     model(torch.ones(1, 1024)).sum().backward()

@@ -25,7 +25,7 @@ from outsize.api.counter import Counter
 from outsize.api.simulated import PARAMETER_SECONDS
 from outsize.planning.machine import Machine, typical_machine
 from tests.conftest import KINDS, Workshop, assert_same, squared_error, train
-from tests.small_models import Built
+from tests.small_models import Built, linears
 
 FAST = 1e18
 RATE = 1e9
@@ -58,7 +58,7 @@ def _no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stack(layers: int = LAYERS, width: int = WIDTH) -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    return linears(width, layers)
 
 
 def predicted(model: nn.Module, machine: Machine = IDEAL, example: Any = BATCHES, **fields: Any) -> Any:
@@ -509,7 +509,7 @@ def test_what_pads_small_layers_counts_in_the_plan_and_against_the_budget(
     workshop: Workshop, state_format: str
 ) -> None:
     """A unit rests in whole pages of 4,096 elements, its states too, and their scales in pages of 4,096 bytes."""
-    model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(100)])
+    model = linears(16, 100)
     optimizer = torch.optim.AdamW(model.parameters())
     memory = dict.fromkeys(KINDS, "auto") | {
         "host_memory": "4MiB",
@@ -583,7 +583,7 @@ def test_tiles_beside_small_layers_stay_within_the_least_budget_in_the_plan_and_
 @pytest.mark.parametrize("fields", [{}, {"activations": "offload"}], ids=str)
 def test_a_budget_that_just_holds_all_states_is_kept(workshop: Workshop, fields: dict[str, str]) -> None:
     """Nothing is staged then, but activations on their way to disk, which leave room for fewer states."""
-    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    model = linears(64, 4)
     optimizer = torch.optim.AdamW(model.parameters())
     memory = dict.fromkeys(KINDS, "auto") | {"device": "cpu", "disk": workshop.disk} | fields
     plan = outsize.plan(model, optimizer, **workshop.fields("device", **memory, host_memory="2MiB"))

@@ -11,11 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 import outsize
 from outsize.move import progress
-from tests.conftest import Workshop, adamw, batches, train
+from tests.conftest import Workshop, batches, train
 from tests.small_models import Stack
 
 BAR = r"\[[= ]{24}\] +\d+% of [\d.]+ KiB, [\d.]+ [KMG]?i?B/s"
@@ -42,10 +41,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
 
 def use(workshop: Workshop, folder: Path, **fields: object) -> None:
     """Every call that may take long."""
-    torch.manual_seed(0)
-    model = Stack()
-    optimizer = adamw(model)
-    workshop.prepare(model, optimizer, **fields)
+    model, optimizer = workshop.made(**fields)
     train(model, optimizer, batches(1))
     outsize.save(folder / "saved", model, optimizer).wait()
     outsize.load(folder / "saved", model, optimizer)

@@ -12,7 +12,7 @@ from torch import nn
 import outsize
 from outsize.api import releasing
 from tests.conftest import Pair, Workshop, adamw, assert_same, batches, squared_error, train, weights
-from tests.small_models import Stack
+from tests.small_models import Stack, linears
 
 
 def assert_plain(pair: Pair, workshop: Workshop) -> None:
@@ -153,9 +153,7 @@ def _mappings() -> int:
 
 def test_small_tensors_that_are_read_or_released_take_no_mapping_each(workshop: Workshop, tier: str) -> None:
     """The system gives a process 65,530 of them; a model may have more states."""
-    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(100)])
-    optimizer = adamw(model)
-    workshop.prepare(model, optimizer, tier)
+    model, optimizer = workshop.made(lambda: linears(4, 100), tier=tier)
     squared_error(model, batches(1, width=4)[0]).backward()
     optimizer.step()
     before = _mappings()

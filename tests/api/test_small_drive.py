@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import outsize
+from tests.small_models import linears
 
 SPARE = 256 << 10
 """For the heads of files, and what an estimate rounds."""
@@ -41,7 +42,7 @@ class Drive:
 
 
 def deep() -> nn.Module:
-    return nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(8)])
+    return linears(256, 8, bias=False)
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import outsize
 from outsize.move.tracing import begun, tracing
 from outsize.planning.machine import typical_machine
 from outsize.planning.trace import LANES, Trace
 from tests.conftest import take_step
+from tests.small_models import linears
 
 
 def spans(path: Path) -> dict[str, list[dict[str, Any]]]:
@@ -33,7 +33,7 @@ def spans(path: Path) -> dict[str, list[dict[str, Any]]]:
 
 def test_a_real_and_a_simulated_step_on_disk_fill_the_same_lanes(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)))
+    model = linears(128, 4)
     optimizer = torch.optim.AdamW(model.parameters())
     fields = {"host_memory": "640KiB", "disk": tmp_path / "disk", "device": "cpu"}
     fields |= dict.fromkeys(("params", "grads", "states"), "disk")

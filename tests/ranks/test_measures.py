@@ -20,6 +20,7 @@ from outsize.run.buffers import Buffers
 from tests.conftest import take_step
 from tests.ranks.launching import in_turn, run_on_ranks
 from tests.ranks.training import assert_near, named_weights, prepared
+from tests.small_models import linears
 
 BF16 = torch.bfloat16
 WIDTH, LAYERS, VOCABULARY = 128, 6, 16
@@ -28,7 +29,7 @@ ROOMY = "64MiB"
 
 def wide_model(dtype: torch.dtype, layers: int = LAYERS) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers))).to(dtype)
+    return linears(WIDTH, layers).to(dtype)
 
 
 def measure(stage: int, tiers: str, dtype: torch.dtype, memory: str, steps: int, disk: str) -> dict[str, Any]:

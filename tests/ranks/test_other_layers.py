@@ -18,7 +18,7 @@ from outsize.move.lanes import REDUCE, Going
 from tests.conftest import take_step
 from tests.ranks.launching import in_turn, run_on_ranks
 from tests.ranks.training import assert_near, batch, batches, prepared, same_bits, weights_of
-from tests.small_models import Built
+from tests.small_models import Built, linears
 
 
 class Experts(Built, experts=lambda: nn.ModuleList([nn.Linear(48, 48) for _ in range(4)]), head=(48, 8)):
@@ -130,7 +130,7 @@ def test_experts_at_stage_3_between_the_steps(tmp_path: Path) -> None:
 
 def train_a_stack(disk: str, unused: str) -> tuple[list[Tensor], int, int, int]:
     torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
+    model = linears(64, 8)
     optimizer = torch.optim.AdamW(model.parameters())
     every: dict[str, Any] = dict.fromkeys(("params", "grads", "states"), "disk")
     outsize.prepare(model, optimizer, stage=3, host_memory="64MiB", disk=disk, unused=unused, units=["Linear"], **every)

@@ -20,7 +20,7 @@ from tests.conftest import train
 from tests.ranks import training
 from tests.ranks.launching import in_turn, run_on_ranks
 from tests.ranks.training import HIDDEN, WIDTH, assert_near, same_bits
-from tests.small_models import Block
+from tests.small_models import Block, linears
 
 BLOCKS, MICRO_BATCHES, STEPS, CLIP = 8, 4, 2, 0.05
 SINGLE = ("ScheduleGPipe", "Schedule1F1B")
@@ -207,7 +207,7 @@ SMALL = 5 * LAYER
 def in_a_step(layers: int, memory: int, fields: dict[str, Any], parts: int, disk: str) -> tuple[float, int]:
     """What a stage of so many layers reads in a step, in sizes of the stage, and its peak in bytes."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("pp", "dp"))
-    model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(layers)])
+    model = linears(256, layers, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     outsize.prepare(model, optimizer, host_memory=memory, disk=disk, mesh=mesh, params="disk", **fields)
     pipe = PipelineStage(model, dist.get_rank(), 2, torch.device("cpu"), group=mesh.get_group("pp"))

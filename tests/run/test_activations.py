@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import outsize
 from outsize.run import selective
-from tests.conftest import TIERS, Trace, Workshop, adamw, batches, sgd, squared_error, take_step, train, weights
+from tests.conftest import TIERS, Trace, Workshop, batches, sgd, squared_error, take_step, train, weights
 from tests.small_models import Built, Stack
 
 MODES: dict[str, dict[str, Any]] = {
@@ -60,10 +60,7 @@ def sequences(count: int, rows: int = ROWS, length: int = LENGTH) -> list[tuple[
 
 
 def trained(workshop: Workshop, tier: str, build: Any = Layers, data: Any = None, **fields: Any) -> tuple[Trace, Any]:
-    torch.manual_seed(0)
-    model = build()
-    optimizer = adamw(model)
-    workshop.prepare(model, optimizer, tier, disk=workshop.disk, **fields)
+    model, optimizer = workshop.made(build, tier=tier, disk=workshop.disk, **fields)
     torch.manual_seed(1)
     return train(model, optimizer, data or sequences(3), clip=1.0), model
 

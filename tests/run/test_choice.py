@@ -197,10 +197,7 @@ def test_the_bits_are_those_of_keep(workshop: Workshop, tier: str) -> None:
     """With dropout, whatever was chosen, in the steps before and after it."""
 
     def trained(**fields: Any) -> tuple[Trace, dict[str, Tensor]]:
-        torch.manual_seed(0)
-        model = Deep()
-        optimizer = adamw(model)
-        workshop.prepare(model, optimizer, tier, **fields)
+        model, optimizer = workshop.made(Deep, tier=tier, **fields)
         torch.manual_seed(1)
         return train(model, optimizer, data(4), clip=1.0), weights(model)
 
@@ -399,9 +396,7 @@ def test_where_something_is_compiled_products_are_no_choice(
 
 
 def test_layers_that_rest_on_the_device_are_left_alone(workshop: Workshop) -> None:
-    model = Deep()
-    optimizer = adamw(model)
-    workshop.prepare(model, optimizer, "device")
+    model, optimizer = workshop.made(Deep, tier="device")
     assert forwards(model, optimizer, data(2)) == [[1] * DEPTH] * 2
     assert outsize.plan(model).activations is None
 

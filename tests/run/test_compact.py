@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor, nn
 
 import outsize
 from tests.conftest import AT_REST_TIERS, Workshop, assert_same, batches, prepared, train, weights
-from tests.small_models import Stack
+from tests.small_models import Stack, linears
 
+SQUARE = partial(linears, 256, 4, bias=False)
 OPTIMIZERS = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1),
     "AdamW amsgrad": lambda params: torch.optim.AdamW(params, lr=1e-2, amsgrad=True),
@@ -72,9 +74,7 @@ def test_it_trains_nearly_as_the_exact_state_does(workshop: Workshop, name: str)
 
 
 def test_it_takes_about_six_bytes_a_parameter(workshop: Workshop) -> None:
-    model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(4)])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    workshop.prepare(model, optimizer, "host", state_format="compact", compute_dtype=torch.bfloat16)
+    model, _ = workshop.made(SQUARE, tier="host", state_format="compact", compute_dtype=torch.bfloat16)
     now = outsize.memory(model).now
     numel = sum(param.numel() for param in model.parameters())
     assert (now["host/params"] + now["host/states"]) / numel == pytest.approx(6.125, rel=0.001)
@@ -82,9 +82,7 @@ def test_it_takes_about_six_bytes_a_parameter(workshop: Workshop) -> None:
 
 
 def test_the_disk_moves_the_codes_and_no_more(workshop: Workshop) -> None:
-    model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(4)])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    workshop.prepare(model, optimizer, "disk", state_format="compact", grads="host", units=nn.Linear)
+    model, optimizer = workshop.made(SQUARE, state_format="compact", grads="host", units=nn.Linear)
     numel = sum(param.numel() for param in model.parameters())
     data = [(torch.randn(4, 256), torch.randn(4, 256))]
     train(model, optimizer, data)
@@ -101,9 +99,7 @@ def test_the_disk_moves_the_codes_and_no_more(workshop: Workshop) -> None:
 
 @pytest.mark.parametrize("tier", AT_REST_TIERS)
 def test_the_state_reads_as_values_and_can_be_set(workshop: Workshop, tier: str) -> None:
-    model = build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    workshop.prepare(model, optimizer, tier, state_format="compact")
+    model, optimizer = workshop.made(build, tier=tier, state_format="compact")
     train(model, optimizer, batches(3, width=24))
     param = model.blocks[1].up.weight  # type: ignore[union-attr]
     entry = optimizer.state[param]  # type: ignore[index]
@@ -117,9 +113,7 @@ def test_the_state_reads_as_values_and_can_be_set(workshop: Workshop, tier: str)
 
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 def test_a_resumed_run_goes_on_bit_for_bit(workshop: Workshop, tier: str) -> None:
-    model = build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    workshop.prepare(model, optimizer, tier, state_format="compact", compute_dtype=torch.bfloat16)
+    model, optimizer = workshop.made(build, tier=tier, state_format="compact", compute_dtype=torch.bfloat16)
     data = cast(batches(6, width=24), torch.bfloat16)
     train(model, optimizer, data[:3])
     outsize.save(workshop.disk.parent / "ckpt", model, optimizer)
@@ -136,9 +130,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(workshop: Workshop, tier: str) -> Non
 
 @pytest.mark.parametrize(("first", "second"), [("exact", "compact"), ("compact", "exact")])
 def test_the_format_may_change_when_a_checkpoint_is_loaded(workshop: Workshop, first: str, second: str) -> None:
-    model = build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    workshop.prepare(model, optimizer, "disk", state_format=first)
+    model, optimizer = workshop.made(build, state_format=first)
     train(model, optimizer, batches(5, width=24))
     outsize.save(workshop.disk.parent / "ckpt", model, optimizer)
     other = build()

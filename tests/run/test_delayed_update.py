@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import outsize
-from tests.conftest import Pair, Workshop, adamw, assert_same_weights, batches, squared_error, train, weights
+from tests.conftest import Pair, Workshop, assert_same_weights, batches, squared_error, train, weights
 from tests.small_models import Stack
 
 WARMUP = 3
@@ -56,10 +56,7 @@ def test_it_follows_the_published_schedule(workshop: Workshop, tier: str) -> Non
 def test_every_tier_gives_the_same_bits(workshop: Workshop) -> None:
     found = []
     for tier in ("device", "host", "disk", "squeezed"):
-        torch.manual_seed(0)
-        model = Stack()
-        optimizer = adamw(model)
-        workshop.prepare(model, optimizer, tier, delayed_update=WARMUP, compute_dtype=torch.bfloat16)
+        model, optimizer = workshop.made(tier=tier, delayed_update=WARMUP, compute_dtype=torch.bfloat16)
         trace = train(model, optimizer, [(x.bfloat16(), y.bfloat16()) for x, y in batches(8)], clip=0.1)
         found.append((trace.losses, weights(model)))
     for losses, values in found[1:]:

@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,10 +162,7 @@ def test_gradients_add_up_and_go_as_in_torch(workshop: Workshop, tier: str) -> N
 def test_rows_of_16_bits_have_exact_masters_on_every_tier(workshop: Workshop) -> None:
     found = []
     for tier in ("device", "host", "disk"):
-        torch.manual_seed(0)
-        model = Clicks(mode="mean")
-        optimizer = lazy(model)
-        workshop.prepare(model, optimizer, tier, compute_dtype=torch.bfloat16)
+        model, optimizer = workshop.made(lambda: Clicks(mode="mean"), lazy, tier, compute_dtype=torch.bfloat16)
         for items, words, each in batches(10):
             step(model, optimizer, (items, words, each.bfloat16()))
         found.append((weights(model), optimizer.state_dict()["state"]))
@@ -230,9 +228,7 @@ class Pairs(nn.Module):
 
 def test_memory_for_hot_rows_follows_the_budget_and_not_the_table(workshop: Workshop) -> None:
     for rows in (10_000, 40_000):
-        model = nn.Embedding(rows, 64, sparse=True)
-        optimizer = lazy(model)
-        workshop.prepare(model, optimizer, "disk", host_memory="4MiB")
+        model, optimizer = workshop.made(partial(nn.Embedding, rows, 64, sparse=True), lazy, host_memory="4MiB")
         for at in range(0, rows, 5000):
             take_step(model(torch.arange(at, at + 5000)).sum(), optimizer)
         peak = outsize.memory(model).peak

@@ -297,9 +297,7 @@ def test_an_error_of_the_update_reaches_the_user_with_its_message(workshop: Work
                 raise ArithmeticError("thirteen is too many")
             super().step()
 
-    model = Stack(depth=2)
-    optimizer = Angry(model.parameters(), lr=0.1)
-    workshop.prepare(model, optimizer, "disk")
+    model, optimizer = workshop.made(lambda: Stack(depth=2), lambda model: Angry(model.parameters(), lr=0.1))
     train(model, optimizer, batches(1))
     optimizer.param_groups[0]["lr"] = 13
     squared_error(model, batches(1)[0]).backward()

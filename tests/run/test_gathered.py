@@ -323,9 +323,7 @@ def test_an_error_inside_a_block_that_shows_gradients_comes_through(workshop: Wo
 
 
 def test_a_backward_after_a_load_is_refused(workshop: Workshop, tmp_path: Path) -> None:
-    model = Stack(depth=2)
-    optimizer = adamw(model)
-    workshop.prepare(model, optimizer, "host")
+    model, optimizer = workshop.made(lambda: Stack(depth=2), tier="host")
     outsize.save(tmp_path / "ckpt", model, optimizer).wait()
     loss = squared_error(model, batches(1)[0])
     outsize.load(tmp_path / "ckpt", model)

@@ -61,10 +61,7 @@ def test_after_a_drive_has_failed_the_next_step_gives_the_same_bits(
     """Whichever of a step's writes finds no space, or of its reads fails."""
 
     def run(**fields: Any) -> tuple[nn.Module, Any]:
-        torch.manual_seed(0)
-        model = Stack(depth=5)
-        optimizer = adamw(model)
-        workshop.prepare(model, optimizer, "host", disk=workshop.disk, **fields)
+        model, optimizer = workshop.made(lambda: Stack(depth=5), tier="host", disk=workshop.disk, **fields)
         return model, optimizer
 
     data = batches(4, rows=ROWS)

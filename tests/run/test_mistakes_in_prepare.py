@@ -14,7 +14,7 @@ from torch import nn
 
 import outsize
 from tests.conftest import Workshop, adamw, batches, refused, squared_error
-from tests.small_models import Stack
+from tests.small_models import Stack, linears
 
 
 def test_a_budget_below_the_largest_unit_names_the_unit_and_the_numbers(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_a_budget_error_has_the_numbers_of_its_message_and_survives_a_pickle() -
 
 
 def test_a_model_that_fits_nowhere_says_what_to_add() -> None:
-    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(64)])
+    model = linears(64, 64)
     refused(model, adamw(model), r"do not fit host_memory=.* no disk is given; pass disk=", host_memory="1MiB")
 
 
@@ -134,7 +134,7 @@ def test_where_the_drive_is_too_small_the_error_says_how_much_must_be_free(
 
 
 def test_a_number_for_all_that_must_lie_in_memory_is_not_that_of_a_unit(device: str) -> None:
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(64)))
+    model = linears(64, 64)
     fields: dict[str, Any] = {"host_memory": "64KiB", "device": device, "disk": ".", "states": "host"}
     with pytest.raises(outsize.BudgetError) as caught:
         outsize.plan(model, adamw(model), **fields)

@@ -25,7 +25,7 @@ from tests.conftest import (
     train,
     weights,
 )
-from tests.small_models import Stack
+from tests.small_models import Stack, linears
 
 
 def head_only(model: nn.Module) -> torch.optim.Optimizer:
@@ -65,9 +65,7 @@ def test_one_parameter_of_a_unit_added_leaves_its_neighbours_weights(
     workshop: Workshop, tier: str, dtype: torch.dtype
 ) -> None:
     """The unit gets masters, which checkpoints and exports take for the truth about all of its parameters."""
-    model = Stack()
-    optimizer = head_only(model)
-    workshop.prepare(model, optimizer, tier, compute_dtype=dtype)
+    model, optimizer = workshop.made(optimizer=head_only, tier=tier, compute_dtype=dtype)
     data = [(x.to(dtype), y.to(dtype)) for x, y in batches(2)]
     train(model, optimizer, data)
     optimizer.add_param_group({"params": [model.blocks[0].up.bias], "lr": 0.0, "weight_decay": 0.0})
@@ -117,7 +115,7 @@ def test_a_single_parameter_and_named_ones_may_be_added(workshop: Workshop) -> N
 
 
 def test_units_unfrozen_in_mid_run_go_where_the_others_had_to_go(workshop: Workshop) -> None:
-    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
+    model = linears(256, 8)
     for layer in list(model)[:4]:
         layer.requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -138,7 +136,7 @@ def test_units_unfrozen_in_mid_run_go_where_the_others_had_to_go(workshop: Works
 @pytest.mark.parametrize("update", ["fetch", "backward"])
 def test_units_unfrozen_in_mid_run_train_as_in_torch_where_they_rest_in_memory(workshop: Workshop, update: str) -> None:
     def build() -> nn.Module:
-        model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
+        model = linears(256, 8)
         for layer in list(model)[:4]:
             layer.requires_grad_(False)
         return model

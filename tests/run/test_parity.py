@@ -37,10 +37,7 @@ def test_all_mixtures_of_tiers_give_the_same_bits(workshop: Workshop) -> None:
     for places in itertools.product(("device", "host", "disk"), repeat=3):
         if "device" not in workshop.exact_tiers and places == ("device",) * 3:
             continue
-        torch.manual_seed(0)
-        model = Stack(depth=2)
-        optimizer = adamw(model)
-        workshop.prepare(model, optimizer, **dict(zip(KINDS, places, strict=True)))
+        model, optimizer = workshop.made(lambda: Stack(depth=2), **dict(zip(KINDS, places, strict=True)))
         runs.append((train(model, optimizer, batches(3), clip=0.5), weights(model)))
     assert_same_runs(runs)
 

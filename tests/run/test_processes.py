@@ -5,12 +5,12 @@ import threading
 from typing import Any
 
 import pytest
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 import outsize
 from tests.conftest import Pair, Workshop, batches, prepared, train
-from tests.small_models import Stack
+from tests.small_models import Stack, linears
 
 
 def test_a_forward_from_a_second_thread_at_once_is_refused(workshop: Workshop) -> None:
@@ -92,7 +92,7 @@ def test_a_forked_child_that_ends_normally_removes_nothing(workshop: Workshop) -
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_is_told_that_a_model_of_init_is_not_its_own(workshop: Workshop) -> None:
     with outsize.init(host_memory="1MiB", disk=workshop.disk, device="cpu"):
-        model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
+        model = linears(256, 8)
     child = os.fork()
     if child == 0:
         try:

@@ -9,15 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import outsize
-from tests.conftest import Workshop, take_step, weights
+from tests.conftest import TIERS, Workshop, assert_same, assert_same_runs, take_step, weights
+from tests.small_models import linears
 
-TIERS = ("device", "host", "disk", "squeezed")
 MI = 1 << 20
-
-
-def linears(size: int, count: int) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(size, size) for _ in range(count)])
 
 
 def in_memory(model: nn.Module) -> int:
@@ -25,12 +20,8 @@ def in_memory(model: nn.Module) -> int:
     return sum(nbytes for account, nbytes in outsize.memory(model).now.items() if not account.startswith("disk"))
 
 
-def assert_all_equal(found: list[dict[str, Tensor]]) -> None:
-    for other in found[1:]:
-        assert [name for name, value in found[0].items() if not torch.equal(value, other[name])] == []
-
-
 def changed_and_clipped(workshop: Workshop, tier: str, change: str) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(0)
     model = linears(24, 6)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if tier != "plain":
@@ -54,23 +45,22 @@ def changed_and_clipped(workshop: Workshop, tier: str, change: str) -> tuple[lis
 @pytest.mark.parametrize("change", ["divide", "scale and divide"])
 def test_the_norm_of_scaled_and_divided_gradients_is_that_of_their_values(workshop: Workshop, change: str) -> None:
     """To divide by 3 is not to multiply by a third, and a norm times a factor is not the norm of the products."""
-    runs = [changed_and_clipped(workshop, tier, change) for tier in ("plain", *TIERS)]
-    assert all(norms == runs[0][0] for norms, _ in runs)
-    assert_all_equal([values for _, values in runs])
+    assert_same_runs(changed_and_clipped(workshop, tier, change) for tier in ("plain", *TIERS))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_master_of_a_parameter_that_comes_later_depends_on_no_cut(workshop: Workshop, dtype: torch.dtype) -> None:
-    def run(tier: str, **fields: Any) -> dict[str, Tensor]:
-        model = linears(16, 2)
-        optimizer = torch.optim.SGD(model[0].parameters(), lr=0.01)
-        workshop.prepare(model, optimizer, tier=tier, compute_dtype=dtype, **fields)
+    def first(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model[0].parameters(), lr=0.01)
+
+    def run(tier: str, **fields: Any) -> tuple[None, dict[str, Tensor]]:
+        model, optimizer = workshop.made(lambda: linears(16, 2), first, tier, compute_dtype=dtype, **fields)
         optimizer.add_param_group({"params": list(model[1].parameters())})
         for _ in range(4):
             take_step(model(torch.ones(4, 16, dtype=dtype)).float().square().mean(), optimizer)
-        return weights(model)
+        return None, weights(model)
 
-    assert_all_equal([run(tier, units=units) for tier in TIERS for units in (None, ["Linear"], [nn.Sequential])])
+    assert_same_runs(run(tier, units=units) for tier in TIERS for units in (None, ["Linear"], [nn.Sequential]))
 
 
 @pytest.mark.parametrize("tier", TIERS)
@@ -101,7 +91,7 @@ def test_a_gradient_that_is_held_back_and_kept_may_be_scaled_again(workshop: Wor
             assert param.grad is not None and torch.equal(param.grad, held[name] * 0.9 * 0.7)
     optimizer.step()  # applies what was held back, as it was
     after = weights(model)
-    assert_all_equal([after, {name: value - held[name] for name, value in before.items()}])
+    assert_same(after, {name: value - held[name] for name, value in before.items()})
     optimizer.step()
     expected = {name: value - held[name] * 0.9 * 0.7 for name, value in after.items()}
     for name, value in weights(model).items():

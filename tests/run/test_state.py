@@ -19,7 +19,6 @@ import outsize
 from outsize.move.shard import UnitShard
 from tests.api.dcp_runs import plain_save
 from tests.conftest import Pair, Workshop, adamw, assert_same, batches, prepared, train, weights
-from tests.small_models import Stack
 
 MASTER_KEY = "fp32_master"
 
@@ -273,9 +272,7 @@ def test_state_dicts_resume_16_bit_training_bit_for_bit(
     train(pair.model, pair.optimizer, data[3:])
 
     torch.manual_seed(1)
-    model = Stack()
-    optimizer = make(model)
-    workshop.prepare(model, optimizer, tier, compute_dtype=dtype)
+    model, optimizer = workshop.made(optimizer=make, tier=tier, compute_dtype=dtype)
 
     def load_model() -> None:
         with outsize.gathered(model, modify=True):

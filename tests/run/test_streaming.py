@@ -32,7 +32,7 @@ from tests.conftest import (
     weights,
 )
 from tests.scripts import Script
-from tests.small_models import Built, Stack
+from tests.small_models import Built, Stack, linears
 
 PAGE = 4096
 
@@ -168,7 +168,7 @@ def test_the_budget_that_a_refusal_names_holds_what_training_takes(
 def test_the_least_budget_holds_sums_of_gradients_of_16_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).bfloat16()
+    model = linears(256, 4).bfloat16()
     budget = least_budget(model, tmp_path, tiles=False)
     data = torch.randn(3, 5, 256, dtype=torch.bfloat16)
     with caplog.at_level(logging.WARNING, "outsize"):
@@ -275,7 +275,7 @@ def test_memory_counts_what_moves(workshop: Workshop) -> None:
 def test_the_exact_update_moves_twelve_bytes_a_parameter_each_way(workshop: Workshop) -> None:
     """A step writes <= 12 bytes a parameter and the gradients; it reads as much, and what its passes fetch."""
     torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(4)])  # whole pages
+    model = linears(128, 4, bias=False)  # whole pages
     optimizer = adamw(model)
     workshop.prepare(model, optimizer, "squeezed", activations="keep", units=nn.Linear)
     data = [(torch.randn(4, 128), torch.randn(4, 128)) for _ in range(3)]

@@ -6,6 +6,7 @@ import copy
 import errno
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
@@ -27,7 +28,7 @@ from tests.conftest import (
     train,
     weights,
 )
-from tests.small_models import Stack
+from tests.small_models import Stack, linears
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -37,10 +38,7 @@ def test_every_tier_and_schedule_gives_the_same_bits(workshop: Workshop, activat
     found = []
     for update in ("fetch", "backward"):
         for tier in workshop.exact_tiers:
-            torch.manual_seed(0)
-            model = Stack()
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-            workshop.prepare(model, optimizer, tier, update=update, activations=activations, compute_dtype=dtype)
+            model, optimizer = workshop.made(tier=tier, update=update, activations=activations, compute_dtype=dtype)
             scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
             found.append((train(model, optimizer, data, scheduler=scheduler).losses, weights(model)))
     assert_same_runs(found)
@@ -72,9 +70,7 @@ def test_a_step_moves_twelve_bytes_a_parameter_and_the_gradient_at_most(
     """Exact state on disk, 12 B read and 12 B written; in the backward the gradients move nowhere. Those of a delayed
     update are those of the step before."""
     how: dict[str, object] = {"delayed_update": 1} if update == "delayed" else {"update": update}
-    model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(4)])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    workshop.prepare(model, optimizer, "disk", units=nn.Linear, compute_dtype=dtype, **how)
+    model, optimizer = workshop.made(lambda: linears(256, 4, bias=False), units=nn.Linear, compute_dtype=dtype, **how)
     data = [(torch.randn(4, 256).to(dtype), torch.randn(4, 256).to(dtype))]
     train(model, optimizer, data * 2)
     workshop.settle(model)
@@ -90,9 +86,8 @@ def test_a_step_moves_twelve_bytes_a_parameter_and_the_gradient_at_most(
 
 def test_weights_stay_for_their_update_where_room_is_short(workshop: Workshop) -> None:
     """But those of the first layer, which its backward does not need: its gradient is written and read."""
-    model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(4)])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    workshop.prepare(model, optimizer, "squeezed", update="backward", units=nn.Linear)
+    square = partial(linears, 256, 4, bias=False)
+    model, optimizer = workshop.made(square, tier="squeezed", update="backward", units=nn.Linear)
     data = [(torch.randn(4, 256), torch.randn(4, 256))]
     train(model, optimizer, data)
     for _ in range(3):
@@ -212,7 +207,7 @@ def test_the_update_has_run_before_step_is_called(workshop: Workshop) -> None:
 
 def test_state_that_fits_in_memory_moves_in_no_step(workshop: Workshop) -> None:
     """Placement by budgets keeps the states of some units in memory; only the others' go through the drive."""
-    model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(8)])
+    model = linears(256, 8, bias=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     outsize.prepare(
         model, optimizer, host_memory="7MiB", disk=workshop.disk, device="cpu", grads="device", units=nn.Linear
