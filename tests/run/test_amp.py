@@ -17,6 +17,10 @@ from tests.small_models import Stack
 OVERFLOWS = (2, 5)
 
 
+def small_decay(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
 def train_scaled(
     model: nn.Module, optimizer: torch.optim.Optimizer, data: list[tuple[Tensor, Tensor]], clip: bool
 ) -> tuple[list[float], list[float]]:
@@ -58,7 +62,7 @@ def train_by_hand(data: list[tuple[Tensor, Tensor]], clip: bool) -> tuple[list[f
     torch.manual_seed(0)
     model = Stack(depth=2)
     masters = [param.detach().clone() for param in model.parameters()]
-    optimizer = torch.optim.AdamW(masters, lr=1e-2, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(masters, lr=1e-2)
     model = model.half()
     scale, growth, losses, scales = 1024.0, 0, [], []
     for step, batch in enumerate(data):
@@ -89,7 +93,7 @@ def train_by_hand(data: list[tuple[Tensor, Tensor]], clip: bool) -> tuple[list[f
 def test_fp16_trains_as_with_masters_kept_by_hand(workshop: Workshop, tier: str, clip: bool) -> None:
     data = half_precision_batches(10)
     expected_losses, expected_scales, masters = train_by_hand(data, clip)
-    model, optimizer = workshop.made(lambda: Stack(depth=2), tier=tier, compute_dtype=torch.float16)
+    model, optimizer = workshop.made(lambda: Stack(depth=2), small_decay, tier, compute_dtype=torch.float16)
     losses, scales = train_scaled(model, optimizer, data, clip)
     assert scales == expected_scales
     assert losses == pytest.approx(expected_losses, rel=1e-5)
@@ -102,7 +106,7 @@ def test_fp16_trains_as_with_masters_kept_by_hand(workshop: Workshop, tier: str,
 def test_fp16_gives_the_same_bits_on_every_tier(workshop: Workshop) -> None:
     found = []
     for tier in workshop.exact_tiers:
-        model, optimizer = workshop.made(lambda: Stack(depth=2), tier=tier, compute_dtype=torch.float16)
+        model, optimizer = workshop.made(lambda: Stack(depth=2), small_decay, tier, compute_dtype=torch.float16)
         found.append((train_scaled(model, optimizer, half_precision_batches(8), clip=True), exact_masters(model)))
     for trace, masters in found[1:]:
         assert trace == found[0][0]
@@ -157,7 +161,7 @@ def test_fp16_state_goes_through_a_checkpoint_into_other_dtypes_and_back(worksho
 
 
 def test_an_fp16_model_of_the_users_own_trains(workshop: Workshop, tier: str) -> None:
-    model, optimizer = workshop.made(lambda: Stack(depth=2).half(), tier=tier)
+    model, optimizer = workshop.made(lambda: Stack(depth=2).half(), small_decay, tier)
     losses, _ = train_scaled(model, optimizer, half_precision_batches(1) * 12, clip=True)
     assert losses[-1] < losses[0] * 0.9
 
