@@ -46,10 +46,7 @@ class Run:
         for _ in range(steps):
             x, y = batch(self.steps, self.rank)
             loss = nn.functional.mse_loss(self.model(x.to(self.setting.dtype)).float(), y) + torch.rand(()) * 0.1
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            take_step(loss, self.optimizer, clip=(self.model.parameters(), 0.1))
             self.steps += 1
 
     def save(self, path: Path) -> None:

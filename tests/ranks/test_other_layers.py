@@ -287,9 +287,7 @@ def run_experts_in_little_memory(routes: Any, fields: dict[str, Any], disk: str)
     outsize.prepare(model, optimizer, host_memory=refused.value.needed, **fields)
     for step in range(3):
         x, y = batch(step, rank, rows=2)
-        nn.functional.mse_loss(model(x, rank), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(nn.functional.mse_loss(model(x, rank), y), optimizer)
     if rank == 1:
         prepared(model).engine.streamer.drop_idle()
     outsize.release(model)
@@ -328,9 +326,7 @@ def keep_a_view_on_one_rank(disk: str) -> list[Tensor]:
         model.experts[2].register_forward_hook(lambda module, *_: held.append(module.weight.t()))
     for step in range(3):
         x, y = batch(step, rank, rows=2)
-        nn.functional.mse_loss(model(x, rank), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(nn.functional.mse_loss(model(x, rank), y), optimizer)
         weight, _ = weights_of(model.experts[2])
         assert_near(held, [weight.t()] * len(held))
         held.clear()

@@ -135,16 +135,6 @@ def test_what_is_not_finite_leaves_weights_and_moments_untouched(workshop: Works
         assert all(torch.equal(torch.as_tensor(v), torch.as_tensor(before[1][index][k])) for k, v in entry.items())
 
 
-def test_a_scaler_tells_of_skipped_steps_of_fp32_parameters_too(pair: Pair) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    for factor in (1.0, float("inf"), 1.0):
-        scaler.scale(squared_error(pair.model, batches(1)[0]) * factor).backward()
-        scaler.step(pair.optimizer)
-        scaler.update()
-        pair.optimizer.zero_grad()
-    assert outsize.memory(pair.model).skipped_steps == 1
-
-
 def test_fp16_state_goes_through_a_checkpoint_into_other_dtypes_and_back(workshop: Workshop) -> None:
     pair = workshop.pair(lambda: Stack(depth=2), tier="disk", compute_dtype=torch.float16)
     train_scaled(pair.model, pair.optimizer, half_precision_batches(5), clip=True)

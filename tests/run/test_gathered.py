@@ -41,13 +41,6 @@ def test_values_inside_are_those_before_prepare(pair: Pair) -> None:
             assert repr(mine.shape) == repr(theirs.shape)
 
 
-def test_values_inside_are_those_after_the_last_step(pair: Pair) -> None:
-    for model, optimizer in pair.both:
-        squared_error(model, batches(1)[0]).backward()
-        optimizer.step()
-    pair.check()
-
-
 @pytest.mark.parametrize("what", ["module", "parameter", "list", "generator", "nothing"])
 def test_it_takes_a_module_a_parameter_or_several(workshop: Workshop, what: str) -> None:
     model = workshop.pair(tier="disk").model

@@ -37,11 +37,6 @@ def backward(pair: Pair, data: list[Any]) -> None:
             squared_error(model, batch).backward()
 
 
-def test_gradients_are_those_of_torch(pair: Pair) -> None:
-    backward(pair, batches(1))
-    assert_same_gradients(pair.model, pair.plain)
-
-
 def test_gradients_accumulate_over_several_backwards(pair: Pair) -> None:
     for model, optimizer in pair.both:
         for start in range(0, 6, 3):
@@ -116,16 +111,6 @@ def test_operations_on_gradients_apply_in_their_order(pair: Pair) -> None:
     for _, optimizer in pair.both:
         optimizer.step()
     pair.check()
-
-
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
-def test_the_total_norm_is_known(pair: Pair, norm_type: float) -> None:
-    backward(pair, batches(2))
-    norms = [
-        torch.nn.utils.get_total_norm([param.grad for param in model.parameters()], norm_type).item()
-        for model, _ in pair.both
-    ]
-    assert norms[1] == pytest.approx(norms[0], rel=1e-6)
 
 
 def test_the_norm_of_one_gradient_is_known(pair: Pair) -> None:
@@ -203,14 +188,6 @@ def test_what_a_hook_adds_to_a_gradient_that_is_complete_is_used(pair: Pair) -> 
         each.remove()
 
 
-def test_gradients_are_read_inside_gathered(pair: Pair) -> None:
-    backward(pair, batches(1))
-    weight, expected = pair.model.blocks[0].up.weight, pair.plain.blocks[0].up.weight.grad
-    with outsize.gathered(weight, grads=True):
-        torch.testing.assert_close(weight.grad, expected)
-        assert float(weight.grad.abs().max()) == pytest.approx(float(expected.abs().max()))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("modify", "inside"), [(False, False), (False, True), (True, False)])
 def test_looking_at_gradients_on_disk_loses_none_of_them(
@@ -237,16 +214,6 @@ def test_looking_at_gradients_on_disk_loses_none_of_them(
                     [param.grad.norm() for param in model.parameters()]
         seen.append(gradients(model))
     assert_same(seen[1], seen[0])
-
-
-def test_gradients_modified_inside_gathered_are_those_that_are_used(pair: Pair) -> None:
-    backward(pair, batches(1))
-    pair.plain.head.weight.grad.add_(1.0)
-    with outsize.gathered(pair.model.head.weight, grads=True, modify=True):
-        pair.model.head.weight.grad.add_(1.0)
-    for _, optimizer in pair.both:
-        optimizer.step()
-    pair.check()
 
 
 def test_a_gradient_set_by_the_user_is_used(pair: Pair) -> None:

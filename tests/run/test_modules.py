@@ -521,15 +521,6 @@ def test_dropout_draws_what_plain_torch_draws(workshop: Workshop, tier: str, act
     workshop.pair(with_dropout, tier=tier, activations=activations).train(batches(4), clip=1.0)
 
 
-def test_autocast_works(workshop: Workshop, tier: str) -> None:
-    def loss_of(model: nn.Module, batch: Any) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            out = model(batch[0])
-        return (out.float() - batch[1]).square().mean()
-
-    workshop.pair(tier=tier).train(batches(4), loss_of=loss_of, clip=1.0)
-
-
 def test_module_hooks_of_the_user_run(pair: Pair) -> None:
     for model, _ in pair.both:
         model.blocks[0].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
@@ -590,22 +581,6 @@ def test_weights_are_copies_of_themselves_after_many_kinds_of_forwards(workshop:
     after = weights(pair.model)
     assert_same(before, after)
     assert all(grad is None for grad in gradients(pair.model).values())
-
-
-def test_units_may_be_chosen_by_class_and_name(workshop: Workshop) -> None:
-    pair = workshop.pair(Stack, tier="squeezed", units=[Block, "head"])
-    pair.train(batches(3))
-    single = workshop.pair(Stack, tier="disk", units="head")
-    single.train(batches(3))
-
-
-def test_a_copy_of_an_unprepared_module_is_not_touched(workshop: Workshop) -> None:
-    pair = workshop.pair(tier="disk")
-    other = copy.deepcopy(pair.plain)
-    optimizer = adamw(other)
-    squared_error(other, batches(1)[0]).backward()
-    optimizer.step()
-    assert outsize.memory(pair.model).skipped_steps == 0
 
 
 def test_a_part_that_outlives_the_model_works_on(workshop: Workshop, tier: str) -> None:

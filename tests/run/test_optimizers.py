@@ -19,7 +19,6 @@ from outsize.optim.rows import LazyAdamWRule, RowwiseAdagradRule
 from outsize.optim.streamed import StreamedRule
 from tests.api.checkpoint_runs import everything
 from tests.conftest import (
-    KINDS,
     TIERS,
     Pair,
     Workshop,
@@ -309,16 +308,6 @@ def test_large_factored_state_that_cannot_be_is_refused_before_it_is_read(
     assert sum(read) <= 2 * content["files"]["model.bin"]["bytes"]  # the generators' states lie there too
     assert_same(weights(pair.model), before)
     pair.train(batches(1))
-
-
-def test_trying_an_optimizer_leaves_the_random_numbers_alone(workshop: Workshop) -> None:
-    model = Stack(depth=2)
-    before = torch.get_rng_state()
-    with pytest.raises(ValueError, match="closure"):
-        outsize.prepare(model, OPTIM.LBFGS(model.parameters()), **workshop.fields("disk"))
-    optimizer = Lion(model.parameters())
-    workshop.prepare(model, optimizer, **dict.fromkeys(KINDS, "disk"))
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 # -- options that come after prepare ---------------------------------------------------------------------------------

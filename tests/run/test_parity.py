@@ -42,17 +42,6 @@ def test_all_mixtures_of_tiers_give_the_same_bits(workshop: Workshop) -> None:
     assert_same_runs(runs)
 
 
-def test_a_squeezed_disk_gives_the_bits_of_the_device(workshop: Workshop) -> None:
-    device, disk = workshop.pair(tier=workshop.exact_tiers[0]), workshop.pair(tier="squeezed")
-    assert device.train(batches(6), clip=0.5) == disk.train(batches(6), clip=0.5)
-    assert_same(weights(disk.model), weights(device.model))
-
-
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-def test_recomputing_activations_changes_nothing(workshop: Workshop, tier: str, activations: str) -> None:
-    workshop.pair(tier=tier, activations=activations).train(batches(3), clip=0.5)
-
-
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_scheduler_made_before_or_after_prepare_sets_the_rate_of_its_own_step(
     workshop: Workshop, tier: str, when: str
@@ -187,26 +176,6 @@ def test_the_optimizer_state_reads_as_torch_would_show_it(pair: Pair) -> None:
     assert_same_state(pair, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_works_both_ways(pair: Pair, set_to_none: bool) -> None:
-    data = batches(3)
-    for model, optimizer in pair.both:
-        for batch in data:
-            squared_error(model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=set_to_none)
-    pair.check()
-
-
-def test_model_zero_grad_works(pair: Pair) -> None:
-    for model, optimizer in pair.both:
-        for batch in batches(3):
-            model.zero_grad()
-            squared_error(model, batch).backward()
-            optimizer.step()
-    pair.check()
-
-
 def test_a_closure_given_to_step_is_run(pair: Pair) -> None:
     losses: dict[bool, list[float]] = {False: [], True: []}
     for ours, (model, optimizer) in enumerate(pair.both):
@@ -281,21 +250,3 @@ def test_bf16_weights_and_masters_are_those_of_masters_kept_by_hand_bit_for_bit(
     train(model, optimizer, data, clip=0.5)
     assert_same(weights(model), {name: rounded(value) for name, value in expected.items()})
     assert_same(exact_masters(model), expected)
-
-
-def test_bf16_starts_from_the_fp32_weights_themselves(workshop: Workshop, tier: str) -> None:
-    torch.manual_seed(0)
-    model = Stack()
-    start = weights(model)
-    workshop.prepare(model, adamw(model), tier, compute_dtype=torch.bfloat16)
-    assert_same(exact_masters(model), start)
-
-
-def test_every_tier_gives_the_same_bits_in_bf16(workshop: Workshop) -> None:
-    results = []
-    for tier in workshop.exact_tiers:
-        pair = workshop.pair(lambda: Stack(depth=2), tier=tier, compute_dtype=torch.bfloat16)
-        data = [(x.bfloat16(), y.bfloat16()) for x, y in batches(6)]
-        trace = train(pair.model, pair.optimizer, data, clip=0.5)
-        results.append((trace, exact_masters(pair.model)))
-    assert_same_runs(results)
