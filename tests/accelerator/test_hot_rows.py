@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import outsize
 from outsize.checkpoint import writer
-from tests.conftest import Workshop, take_step, weights
+from tests.comparing import weights
+from tests.conftest import Workshop, take_step
 from tests.run.test_embedding import adagrad, rowwise, sgd, sparse_adam
 
 # What torch's own Adagrad says of sparse gradients.

@@ -20,20 +20,8 @@ from outsize.move.conveyor import Job, Step
 from outsize.move.device import Lanes
 from outsize.move.memory import HostBuffer
 from tests.accelerator import sim as simulator
-from tests.conftest import (
-    KINDS,
-    Trace,
-    Workshop,
-    adamw,
-    assert_same,
-    assert_same_runs,
-    batches,
-    prepared,
-    squared_error,
-    squeeze,
-    train,
-    weights,
-)
+from tests.comparing import assert_same, assert_same_runs, weights
+from tests.conftest import KINDS, Trace, Workshop, adamw, batches, prepared, squared_error, squeeze, train
 from tests.small_models import Stack
 
 KIB = 1 << 10

@@ -15,7 +15,8 @@ import outsize
 from benchmarks.common import PeakRss, rss_bytes
 from outsize import load, save
 from outsize.checkpoint.manifest import sealed
-from tests.conftest import random_state, weights
+from tests.comparing import weights
+from tests.conftest import random_state
 
 KINDS = ("device", "host", "disk")
 OPTIMIZERS = {

@@ -15,7 +15,8 @@ from outsize.api.assemble import Prepared, prepared_of
 from outsize.checkpoint import writer
 from outsize.move.generations import Generations
 from tests.api.checkpoint_runs import everything, prepare
-from tests.conftest import assert_same, take_step
+from tests.comparing import assert_same
+from tests.conftest import take_step
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,8 @@ from outsize.checkpoint import writer
 from outsize.checkpoint.values import decode, encode, from_inline, inline
 from outsize.run.streamer import Streamer
 from tests.api.checkpoint_runs import KINDS, OPTIMIZERS, Block, Run, peak_of, prepare
-from tests.conftest import Workshop, assert_same, batches, exact_masters, take_step, weights
+from tests.comparing import assert_same, exact_masters, weights
+from tests.conftest import Workshop, batches, take_step
 from tests.small_models import linears
 
 

@@ -20,7 +20,7 @@ from outsize import load, save
 from outsize.api.exporting import export
 from outsize.checkpoint import files, folder, manifest
 from tests.api.checkpoint_runs import OPTIMIZERS, Net, Run, edit
-from tests.conftest import assert_same
+from tests.comparing import assert_same
 
 
 @pytest.fixture

@@ -37,7 +37,8 @@ from tests.api.dcp_runs import (
     saved_run,
     train,
 )
-from tests.conftest import assert_same, exact_masters, no_file_above
+from tests.comparing import assert_same, exact_masters
+from tests.conftest import no_file_above
 
 
 @pytest.mark.parametrize("tier", TIERS)

@@ -25,7 +25,7 @@ from outsize.checkpoint.arrays import SLAB_BYTES
 from outsize.formats.dcp_folder import DcpFolder
 from tests.api.checkpoint_runs import everything, peak_of
 from tests.api.dcp_runs import Chunk, other_run, plain_load, plain_run, prepare, replaced, write_chunks
-from tests.conftest import assert_same
+from tests.comparing import assert_same
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64)
 

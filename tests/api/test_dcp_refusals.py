@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from outsize.formats.dcp_folder import DcpFolder, grid_cuts
 from tests.api.checkpoint_runs import everything
 from tests.api.dcp_runs import adamw, changed, load, other_run, plain_run, plain_save, replaced, saved_run
-from tests.conftest import assert_same
+from tests.comparing import assert_same
 
 
 class Target:

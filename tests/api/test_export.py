@@ -26,7 +26,8 @@ from outsize.formats import weights
 from outsize.formats.pieces import EXPORT_NUMEL
 from outsize.move.memory import PAGE_BYTES
 from tests.api.checkpoint_runs import Small, opened, peak_of, prepare
-from tests.conftest import assert_same, no_file_above
+from tests.comparing import assert_same
+from tests.conftest import no_file_above
 
 safetensors = pytest.importorskip("safetensors.torch")
 transformers = pytest.importorskip("transformers")

@@ -25,7 +25,7 @@ from tests.api.generation_runs import (
     inodes,
     large,  # noqa: F401 (autouse)
 )
-from tests.conftest import assert_same
+from tests.comparing import assert_same
 
 
 def test_a_checkpoint_is_made_of_the_files_that_hold_the_state(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from outsize.run import mapped_files
 from outsize.run.mapped_files import MappedFiles
 from outsize.run.paging import page_in
 from tests.api.checkpoint_runs import Small, everything, opened, prepare
-from tests.conftest import assert_same
+from tests.comparing import assert_same
 
 safetensors = pytest.importorskip("safetensors.torch")
 transformers = pytest.importorskip("transformers")

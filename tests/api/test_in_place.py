@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import outsize
 from outsize.run import mapped_files
-from tests.conftest import Workshop, prepared, train, weights
+from tests.comparing import weights
+from tests.conftest import Workshop, prepared, train
 
 safetensors = pytest.importorskip("safetensors.torch")
 

@@ -27,7 +27,8 @@ from outsize.checkpoint.folder import NewFolder
 from outsize.checkpoint.manifest import Manifest, sealed
 from outsize.checkpoint.regions import Joined, Piece, Region, narrow
 from tests.api.checkpoint_runs import edit, prepare
-from tests.conftest import assert_same, take_step, weights
+from tests.comparing import assert_same, weights
+from tests.conftest import take_step
 
 TIERS = ("device", "host", "disk")
 

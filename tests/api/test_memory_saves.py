@@ -20,7 +20,7 @@ from tests.api.generation_runs import (
     digest,
     large,  # noqa: F401 (autouse)
 )
-from tests.conftest import assert_same
+from tests.comparing import assert_same
 
 
 @pytest.fixture

@@ -24,7 +24,8 @@ from benchmarks.common import PeakRss, rss_bytes
 from outsize.api.counter import Counter
 from outsize.api.simulated import PARAMETER_SECONDS
 from outsize.planning.machine import Machine, typical_machine
-from tests.conftest import KINDS, Workshop, assert_same, squared_error, train
+from tests.comparing import assert_same
+from tests.conftest import KINDS, Workshop, squared_error, train
 from tests.small_models import Built, linears
 
 FAST = 1e18

@@ -11,7 +11,8 @@ from torch import nn
 
 import outsize
 from outsize.api import releasing
-from tests.conftest import Pair, Workshop, adamw, assert_same, batches, squared_error, train, weights
+from tests.comparing import assert_same, weights
+from tests.conftest import Pair, Workshop, adamw, batches, squared_error, train
 from tests.small_models import Stack, linears
 
 

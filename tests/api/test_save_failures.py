@@ -28,7 +28,8 @@ from outsize.checkpoint.reader import Checkpoint
 from outsize.move import disk
 from outsize.move.memory import PAGE_BYTES
 from tests.api.generation_runs import Run
-from tests.conftest import assert_same, no_file_above
+from tests.comparing import assert_same
+from tests.conftest import no_file_above
 from tests.scripts import run_script
 
 

@@ -21,7 +21,8 @@ from torch import nn
 import outsize
 from outsize.checkpoint.manifest import sealed
 from outsize.cli import checkpoints, main
-from tests.conftest import assert_same, take_step
+from tests.comparing import assert_same
+from tests.conftest import take_step
 
 safetensors = pytest.importorskip("safetensors.torch")
 

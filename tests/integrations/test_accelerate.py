@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import outsize
-from tests.conftest import assert_same, assert_same_weights, prepared, weights
+from tests.comparing import assert_same, assert_same_weights, weights
+from tests.conftest import prepared
 from tests.ranks.launching import run_on_ranks
 
 accelerate = pytest.importorskip("accelerate")

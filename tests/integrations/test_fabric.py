@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import outsize
-from tests.conftest import assert_same_weights, squared_error, weights
+from tests.comparing import assert_same_weights, weights
+from tests.conftest import squared_error
 from tests.ranks.launching import in_turn, run_on_ranks
 from tests.small_models import Stack
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import outsize
-from tests.conftest import assert_same_weights
+from tests.comparing import assert_same_weights
 from tests.small_models import Block
 
 lightning = pytest.importorskip("lightning")

@@ -14,7 +14,7 @@ import torch
 
 import outsize
 from outsize.api.assemble import require
-from tests.conftest import assert_same_weights, weights
+from tests.comparing import assert_same_weights, weights
 from tests.ranks.launching import in_turn, run_on_ranks
 
 transformers = pytest.importorskip("transformers")

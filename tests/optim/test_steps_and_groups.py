@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import outsize
-from tests.conftest import Workshop, assert_same, batches, squared_error, train, weights
+from tests.comparing import assert_same, weights
+from tests.conftest import Workshop, batches, squared_error, train
 from tests.optim.test_trial import Settings
 from tests.run.test_third_party import Plain
 from tests.small_models import Stack

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import outsize
 from outsize.optim.choice import rule_for
-from tests.conftest import Workshop, batches, squared_error, train, weights
+from tests.comparing import weights
+from tests.conftest import Workshop, batches, squared_error, train
 from tests.run.test_third_party import Plain
 from tests.small_models import Built, Stack
 

@@ -22,7 +22,8 @@ from outsize.checkpoint import writer
 from outsize.checkpoint.files import PlannedFile
 from outsize.checkpoint.manifest import sealed
 from outsize.move.lanes import RanksError
-from tests.conftest import assert_same, take_step
+from tests.comparing import assert_same
+from tests.conftest import take_step
 from tests.ranks.launching import Ended, ends_on_ranks, in_turn, run_on_ranks
 from tests.ranks.training import Setting, batch, fields_of, make, named_weights, same_bits
 

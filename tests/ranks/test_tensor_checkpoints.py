@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import outsize
-from tests.conftest import assert_same
+from tests.comparing import assert_same
 from tests.ranks.launching import in_turn, run_on_ranks
 from tests.ranks.test_tensor_parallel import Way, llama, optimizer_of, prepared, sequence_parallel, tokens, train
 from tests.ranks.training import named_weights

@@ -25,7 +25,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 import outsize
-from tests.conftest import assert_same, take_step
+from tests.comparing import assert_same
+from tests.conftest import take_step
 from tests.ranks.launching import in_turn, run_on_ranks
 from tests.ranks.training import named_weights, whole
 from tests.small_models import Built

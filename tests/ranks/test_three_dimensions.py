@@ -21,7 +21,8 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import outsize
-from tests.conftest import adamw, train, weights
+from tests.comparing import weights
+from tests.conftest import adamw, train
 from tests.ranks.launching import Ended, ends_on_ranks, in_turn, run_on_ranks
 from tests.ranks.training import HIDDEN, WIDTH, named_weights
 from tests.small_models import Block

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import outsize
 from outsize.run import selective
-from tests.conftest import TIERS, Trace, Workshop, batches, sgd, squared_error, take_step, train, weights
+from tests.comparing import weights
+from tests.conftest import TIERS, Trace, Workshop, batches, sgd, squared_error, take_step, train
 from tests.small_models import Built, Stack
 
 MODES: dict[str, dict[str, Any]] = {

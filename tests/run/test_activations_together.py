@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import outsize
-from tests.conftest import Workshop, gradients
+from tests.comparing import gradients
+from tests.conftest import Workshop
 from tests.small_models import Built
 
 MODES = ("keep", "recompute", "selective", "offload", "auto")

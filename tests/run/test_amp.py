@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import outsize
-from tests.conftest import Pair, Workshop, assert_same, batches, exact_masters, squared_error, weights
+from tests.comparing import assert_same, exact_masters, weights
+from tests.conftest import Pair, Workshop, batches, squared_error
 from tests.small_models import Stack
 
 OVERFLOWS = (2, 5)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.conftest import Workshop, assert_same_gradients
+from tests.comparing import assert_same_gradients
+from tests.conftest import Workshop
 from tests.run.test_embedding import adagrad
 from tests.run.test_weights_in_tiles import in_tiles, pair_of
 

@@ -23,18 +23,8 @@ from outsize.run import owner
 from outsize.run.activations import in_backward
 from outsize.run.engine import Frame
 from outsize.run.grads import RestingGrad
-from tests.conftest import (
-    AT_REST_TIERS,
-    Pair,
-    Workshop,
-    adamw,
-    assert_same,
-    assert_same_gradients,
-    batches,
-    prepared,
-    squared_error,
-    train,
-)
+from tests.comparing import assert_same, assert_same_gradients
+from tests.conftest import AT_REST_TIERS, Pair, Workshop, adamw, batches, prepared, squared_error, train
 from tests.small_models import Block, Built, Product, Stack
 
 NAME = "model.safetensors"

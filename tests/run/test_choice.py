@@ -15,19 +15,8 @@ from torch import Tensor, nn
 import outsize
 from outsize.move.activations import ActivationStore
 from outsize.run import choice
-from tests.conftest import (
-    AT_REST_TIERS,
-    Trace,
-    Workshop,
-    adamw,
-    assert_same,
-    assert_same_gradients,
-    assert_same_runs,
-    batches,
-    take_step,
-    train,
-    weights,
-)
+from tests.comparing import assert_same, assert_same_gradients, assert_same_runs, weights
+from tests.conftest import AT_REST_TIERS, Trace, Workshop, adamw, batches, take_step, train
 from tests.small_models import Built, InTurn
 
 HELD = "device/activations"

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import outsize
-from tests.conftest import AT_REST_TIERS, Workshop, assert_same, batches, prepared, train, weights
+from tests.comparing import assert_same, weights
+from tests.conftest import AT_REST_TIERS, Workshop, batches, prepared, train
 from tests.small_models import Stack, linears
 
 SQUARE = partial(linears, 256, 4, bias=False)

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import outsize
-from tests.conftest import Pair, Workshop, assert_same_weights, batches, squared_error, train, weights
+from tests.comparing import assert_same_weights, weights
+from tests.conftest import Pair, Workshop, batches, squared_error, train
 from tests.small_models import Stack
 
 WARMUP = 3

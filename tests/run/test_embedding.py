@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 import outsize
-from tests.conftest import Pair, Workshop, assert_same, assert_same_state, prepared, take_step, weights
+from tests.comparing import assert_same, assert_same_state, weights
+from tests.conftest import Pair, Workshop, prepared, take_step
 
 # What torch's own Adagrad says of sparse gradients.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import outsize
 from outsize.run.room import Room
-from tests.conftest import Pair, Workshop, assert_same, train, weights
+from tests.comparing import assert_same, weights
+from tests.conftest import Pair, Workshop, train
 
 WIDTH, RANK = 256, 4
 

@@ -13,18 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import outsize
-from tests.conftest import (
-    AT_REST_TIERS,
-    Pair,
-    Workshop,
-    adamw,
-    assert_same_gradients,
-    batches,
-    prepared,
-    squared_error,
-    train,
-    weights,
-)
+from tests.comparing import assert_same_gradients, weights
+from tests.conftest import AT_REST_TIERS, Pair, Workshop, adamw, batches, prepared, squared_error, train
 from tests.small_models import Built, Stack
 
 

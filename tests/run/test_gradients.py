@@ -12,21 +12,8 @@ from torch import Tensor, nn
 
 import outsize
 from outsize.run.grads import RestingGrad
-from tests.conftest import (
-    AT_REST_TIERS,
-    Pair,
-    Workshop,
-    adamw,
-    assert_same,
-    assert_same_gradients,
-    batches,
-    gradients,
-    prepared,
-    squared_error,
-    take_step,
-    train,
-    weights,
-)
+from tests.comparing import assert_same, assert_same_gradients, gradients, weights
+from tests.conftest import AT_REST_TIERS, Pair, Workshop, adamw, batches, prepared, squared_error, take_step, train
 from tests.small_models import Built, Stack
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import outsize
-from tests.conftest import TIERS, Trace, Workshop, adamw, batches, prepared, squared_error, train, weights
+from tests.comparing import weights
+from tests.conftest import TIERS, Trace, Workshop, adamw, batches, prepared, squared_error, train
 from tests.small_models import Block, Stack
 
 TO_DISK: dict[str, Any] = {"activations": "offload", "activations_tier": "disk"}

@@ -7,7 +7,8 @@ import torch
 
 import outsize
 from outsize.run.activations import in_backward
-from tests.conftest import AT_REST_TIERS, Pair, Workshop, batches, gradients, prepared, squared_error, train
+from tests.comparing import gradients
+from tests.conftest import AT_REST_TIERS, Pair, Workshop, batches, prepared, squared_error, train
 
 
 class Boom(Exception):

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import outsize
 from outsize.run import logits as of_logits
-from tests.conftest import TIERS, Pair, Workshop, assert_same_gradients, prepared
+from tests.comparing import assert_same_gradients
+from tests.conftest import TIERS, Pair, Workshop, prepared
 
 FEATURES, WIDTH, ROWS = 40, 16, 24
 

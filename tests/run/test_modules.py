@@ -20,18 +20,8 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import outsize
-from tests.conftest import (
-    AT_REST_TIERS,
-    Pair,
-    Workshop,
-    adamw,
-    assert_same,
-    batches,
-    gradients,
-    squared_error,
-    take_step,
-    weights,
-)
+from tests.comparing import assert_same, gradients, weights
+from tests.conftest import AT_REST_TIERS, Pair, Workshop, adamw, batches, squared_error, take_step
 from tests.small_models import Block, Built, Stack
 
 Point = namedtuple("Point", ["out", "hidden"])

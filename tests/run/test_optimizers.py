@@ -18,19 +18,8 @@ from outsize.optim.choice import rule_for
 from outsize.optim.rows import LazyAdamWRule, RowwiseAdagradRule
 from outsize.optim.streamed import StreamedRule
 from tests.api.checkpoint_runs import everything
-from tests.conftest import (
-    TIERS,
-    Pair,
-    Workshop,
-    assert_same,
-    assert_same_runs,
-    assert_same_state,
-    batches,
-    exact_masters,
-    squared_error,
-    train,
-    weights,
-)
+from tests.comparing import assert_same, assert_same_runs, assert_same_state, exact_masters, weights
+from tests.conftest import TIERS, Pair, Workshop, batches, squared_error, train
 from tests.run.test_third_party import Plain
 from tests.small_models import Stack
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn, optim
 
 import outsize
-from tests.conftest import Pair, Workshop, assert_same, batches, squared_error, train, weights
+from tests.comparing import assert_same, weights
+from tests.conftest import Pair, Workshop, batches, squared_error, train
 from tests.small_models import Stack
 
 MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

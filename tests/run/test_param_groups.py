@@ -13,18 +13,8 @@ import outsize
 from outsize.api.shards import Shards
 from outsize.move.shard import UnitShard
 from outsize.run.unit import Unit
-from tests.conftest import (
-    AT_REST_TIERS,
-    Pair,
-    Workshop,
-    assert_same,
-    batches,
-    sgd,
-    squared_error,
-    take_step,
-    train,
-    weights,
-)
+from tests.comparing import assert_same, weights
+from tests.conftest import AT_REST_TIERS, Pair, Workshop, batches, sgd, squared_error, take_step, train
 from tests.small_models import Stack, linears
 
 

@@ -9,21 +9,15 @@ import torch
 from torch import Tensor, nn
 
 import outsize
-from tests.conftest import (
-    KINDS,
-    Pair,
-    Workshop,
-    adamw,
+from tests.comparing import (
     assert_same,
     assert_same_gradients,
     assert_same_runs,
     assert_same_state,
-    batches,
     exact_masters,
-    squared_error,
-    train,
     weights,
 )
+from tests.conftest import KINDS, Pair, Workshop, adamw, batches, squared_error, train
 from tests.small_models import Stack
 
 

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from outsize.run import positions
-from tests.conftest import TIERS, Pair, Workshop, assert_same_gradients, sgd
+from tests.comparing import assert_same_gradients
+from tests.conftest import TIERS, Pair, Workshop, sgd
 from tests.small_models import Built, InTurn, Product
 
 WIDTH, HIDDEN, POSITIONS = 16, 64, 2048

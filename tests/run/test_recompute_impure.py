@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import outsize
 from outsize.run import layer_state
 from outsize.run.layer_state import SMALL_BUFFER_BYTES
-from tests.conftest import TIERS, Pair, Workshop, assert_same_gradients, batches, squared_error, take_step
+from tests.comparing import assert_same_gradients
+from tests.conftest import TIERS, Pair, Workshop, batches, squared_error, take_step
 from tests.small_models import Built, InTurn
 
 REFUSED = r"layer 'layers\.0' .* changes its input in place, so it cannot be recomputed.*: pass activations=\"keep\""

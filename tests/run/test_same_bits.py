@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import outsize
-from tests.conftest import TIERS, Workshop, assert_same, assert_same_runs, take_step, weights
+from tests.comparing import assert_same, assert_same_runs, weights
+from tests.conftest import TIERS, Workshop, take_step
 from tests.small_models import linears
 
 MI = 1 << 20

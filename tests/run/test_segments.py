@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import outsize
 from outsize.planning.choice import segment_length
-from tests.conftest import TIERS, Workshop, assert_same_gradients, sgd
+from tests.comparing import assert_same_gradients
+from tests.conftest import TIERS, Workshop, sgd
 
 DEPTH, WIDTH, ROWS = 24, 16, 1024
 

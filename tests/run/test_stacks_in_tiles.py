@@ -10,7 +10,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import outsize
-from tests.conftest import Pair, Workshop, assert_same_gradients, gradients, prepared, sgd, take_step, weights
+from tests.comparing import assert_same_gradients, gradients, weights
+from tests.conftest import Pair, Workshop, prepared, sgd, take_step
 from tests.small_models import Product
 
 EXPERTS, WIDTH, HIDDEN, ROWS = 24, 32, 256, 6

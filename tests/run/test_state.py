@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 import outsize
 from outsize.move.shard import UnitShard
 from tests.api.dcp_runs import plain_save
-from tests.conftest import Pair, Workshop, adamw, assert_same, batches, prepared, train, weights
+from tests.comparing import assert_same, weights
+from tests.conftest import Pair, Workshop, adamw, batches, prepared, train
 
 MASTER_KEY = "fp32_master"
 

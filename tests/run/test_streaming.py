@@ -20,17 +20,8 @@ from torch import nn
 import outsize
 from outsize.move.memory import Ledger
 from outsize.planning.sizes import format_bytes, parse_bytes
-from tests.conftest import (
-    Workshop,
-    adamw,
-    batches,
-    forget_last_graph,
-    prepared,
-    squared_error,
-    take_step,
-    train,
-    weights,
-)
+from tests.comparing import weights
+from tests.conftest import Workshop, adamw, batches, forget_last_graph, prepared, squared_error, take_step, train
 from tests.scripts import Script
 from tests.small_models import Built, Stack, linears
 

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import outsize
-from tests.conftest import Workshop, batches, squared_error, take_step, train, weights
+from tests.comparing import weights
+from tests.conftest import Workshop, batches, squared_error, take_step, train
 from tests.small_models import Built
 
 

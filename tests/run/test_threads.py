@@ -12,7 +12,8 @@ import torch
 import outsize
 from benchmarks.checkpoint_threads import save_beside_training
 from outsize.run import owner
-from tests.conftest import Pair, Workshop, batches, squared_error, train, weights
+from tests.comparing import weights
+from tests.conftest import Pair, Workshop, batches, squared_error, train
 
 
 @pytest.mark.slow

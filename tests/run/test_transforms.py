@@ -13,7 +13,8 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import CheckpointError
 
 import outsize
-from tests.conftest import Workshop, adamw, assert_same_gradients, batches, squared_error, take_step
+from tests.comparing import assert_same_gradients
+from tests.conftest import Workshop, adamw, batches, squared_error, take_step
 from tests.small_models import Built, Stack
 
 Net = nn.Module

@@ -15,19 +15,8 @@ from torch import nn
 
 import outsize
 from outsize.run.resting_place import RestingPlace
-from tests.conftest import (
-    AT_REST_TIERS,
-    Workshop,
-    assert_same,
-    assert_same_runs,
-    assert_same_weights,
-    batches,
-    prepared,
-    squared_error,
-    take_step,
-    train,
-    weights,
-)
+from tests.comparing import assert_same, assert_same_runs, assert_same_weights, weights
+from tests.conftest import AT_REST_TIERS, Workshop, batches, prepared, squared_error, take_step, train
 from tests.small_models import Stack, linears
 
 

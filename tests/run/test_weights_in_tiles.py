@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import outsize
 from outsize.planning.layout import PAGE_ELEMENTS, tile_rows
-from tests.conftest import Pair, Workshop, assert_same, assert_same_gradients, gradients, prepared, take_step, weights
+from tests.comparing import assert_same, assert_same_gradients, gradients, weights
+from tests.conftest import Pair, Workshop, prepared, take_step
 
 WIDTH, HIDDEN, WORDS = 64, 4608, 4400
 SMALL = "1MiB"
