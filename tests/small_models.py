@@ -80,3 +80,11 @@ class Built(nn.Module):
 
 def linears(width: int, count: int, bias: bool = True) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(width, width, bias) for _ in range(count)))
+
+
+def llama_config(width: int, hidden: int, layers: int, heads: int, vocabulary: int, **more: Any) -> Any:
+    """Of a small Llama of transformers."""
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": width, "intermediate_size": hidden, "num_hidden_layers": layers, "vocab_size": vocabulary}
+    return LlamaConfig(num_attention_heads=heads, **sizes, **more)

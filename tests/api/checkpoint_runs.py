@@ -113,18 +113,20 @@ class Run:
         self.scheduler.step()
         self.optimizer.zero_grad()
 
-    def train(self, steps: int) -> None:
+    def train(self, steps: int) -> Run:
         for _ in range(steps):
             self.backward()
             self.step()
+        return self
 
     def save(self, path: Path) -> None:
         save(path, self.model, self.optimizer, {"scheduler": self.scheduler.state_dict(), "losses": self.losses})
 
-    def load(self, path: Path) -> None:
+    def load(self, path: Path) -> Run:
         extra = load(path, self.model, self.optimizer)
         self.scheduler.load_state_dict(extra["scheduler"])
         self.losses = extra["losses"]
+        return self
 
     def result(self) -> dict[str, torch.Tensor]:
         """Everything that a later step depends on."""

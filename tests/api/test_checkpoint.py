@@ -35,13 +35,10 @@ def size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 def resumed(tmp: Path, old: tuple[str, str, str], new: tuple[str, str, str], **kinds: Any) -> None:
     """Train 3, save, train 2; against a load of the save into a fresh run that trains 2."""
-    first = Run(tmp, old, **kinds)
-    first.train(3)
+    first = Run(tmp, old, **kinds).train(3)
     first.save(tmp / "checkpoint")
     first.train(2)
-    second = Run(tmp, new, seed=1, **kinds)
-    second.train(1)
-    second.load(tmp / "checkpoint")
+    second = Run(tmp, new, seed=1, **kinds).train(1).load(tmp / "checkpoint")
     second.train(2)
     assert_same(first.result(), second.result())
 
@@ -73,8 +70,7 @@ def test_a_resumed_run_keeps_the_state_of_any_optimizer(name: str, tmp_path: Pat
 
 @pytest.mark.usefixtures("size")
 def test_units_may_be_cut_otherwise_and_disks_be_several(tmp_path: Path) -> None:
-    first = Run(tmp_path, ("disk", "disk", "disk"), units=[Block])
-    first.train(2)
+    first = Run(tmp_path, ("disk", "disk", "disk"), units=[Block]).train(2)
     first.save(tmp_path / "checkpoint")
     first.train(2)
     disks = [tmp_path / "one", tmp_path / "two", tmp_path / "three"]
@@ -119,8 +115,7 @@ def test_gradients_clipped_by_value_or_zeroed_in_place_resume_exactly(tmp_path: 
     first.model.head.bias.grad.zero_()
     first.save(tmp_path / "checkpoint")
     for kinds in (("device", "device", "device"), ("host", "host", "host")):
-        second = Run(tmp_path, kinds, seed=1)
-        second.load(tmp_path / "checkpoint")
+        second = Run(tmp_path, kinds, seed=1).load(tmp_path / "checkpoint")
         second.step()
         second.train(1)
         if kinds[0] == "device":
@@ -152,12 +147,10 @@ def test_an_owed_update_runs_before_the_save(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_save_right_after_a_load_is_the_same_checkpoint(tmp_path: Path) -> None:
-    first = Run(tmp_path, ("disk", "host", "disk"))
-    first.train(2)
+    first = Run(tmp_path, ("disk", "host", "disk")).train(2)
     first.backward()
     first.save(tmp_path / "one")
-    second = Run(tmp_path, ("disk", "host", "disk"), seed=1)
-    second.load(tmp_path / "one")
+    second = Run(tmp_path, ("disk", "host", "disk"), seed=1).load(tmp_path / "one")
     second.save(tmp_path / "two")
     names = sorted(entry.name for entry in (tmp_path / "one").iterdir())
     assert names == sorted(entry.name for entry in (tmp_path / "two").iterdir())
@@ -169,15 +162,12 @@ def test_a_save_right_after_a_load_is_the_same_checkpoint(tmp_path: Path) -> Non
 
 
 def test_fp32_and_bf16_runs_exchange_exact_masters(tmp_path: Path) -> None:
-    wide = Run(tmp_path, ("disk", "disk", "disk"))
-    wide.train(2)
+    wide = Run(tmp_path, ("disk", "disk", "disk")).train(2)
     wide.save(tmp_path / "wide")
-    narrow = Run(tmp_path, ("host", "disk", "host"), seed=1, compute_dtype=torch.bfloat16)
-    narrow.load(tmp_path / "wide")
+    narrow = Run(tmp_path, ("host", "disk", "host"), seed=1, compute_dtype=torch.bfloat16).load(tmp_path / "wide")
     frozen = {"frozen": exact_masters(wide.model)["frozen"].bfloat16().float()}  # it has no master
     assert_same({**exact_masters(wide.model), **frozen}, exact_masters(narrow.model))
-    narrow.train(1)
-    narrow.save(tmp_path / "narrow")
+    narrow.train(1).save(tmp_path / "narrow")
     wide.load(tmp_path / "narrow")
     assert_same(exact_masters(narrow.model), exact_masters(wide.model))
 
@@ -214,11 +204,9 @@ def test_layers_that_train_in_turn_are_saved_without_the_others(
 
 
 def test_weights_alone_leave_the_optimizer_and_the_random_numbers(tmp_path: Path) -> None:
-    first = Run(tmp_path, ("disk", "disk", "disk"))
-    first.train(2)
+    first = Run(tmp_path, ("disk", "disk", "disk")).train(2)
     save(tmp_path / "weights", first.model)
-    second = Run(tmp_path, ("disk", "disk", "disk"), seed=1)
-    second.train(1)
+    second = Run(tmp_path, ("disk", "disk", "disk"), seed=1).train(1)
     before = second.result()
     assert load(tmp_path / "weights", second.model) is None
     after = second.result()

@@ -25,8 +25,7 @@ from tests.comparing import assert_same
 
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Run, Path]:
-    run = Run(tmp_path, ("disk", "host", "disk"))
-    run.train(1)
+    run = Run(tmp_path, ("disk", "host", "disk")).train(1)
     run.save(tmp_path / "checkpoint")
     return run, tmp_path / "checkpoint"
 
@@ -164,8 +163,7 @@ DAMAGE: dict[str, tuple[Change, str]] = {
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Path]:
     """A run, and its checkpoint with every kind of array."""
     tmp = tmp_path_factory.mktemp("whole")
-    run = Run(tmp, ("disk", "host", "disk"), compute_dtype=torch.float16)
-    run.train(1)
+    run = Run(tmp, ("disk", "host", "disk"), compute_dtype=torch.float16).train(1)
     run.backward()
     run.save(tmp / "checkpoint")
     assert (tmp / "checkpoint" / LEAF["file"]).stat().st_size > 60
@@ -185,8 +183,7 @@ def test_a_manifest_of_what_cannot_be_is_damage(damage: str, whole: tuple[Run, P
 
 
 def test_joined_arrays_are_loaded_and_so_are_codes_of_optimizer_state(tmp_path: Path) -> None:
-    run = Run(tmp_path, ("disk", "host", "disk"), compute_dtype=torch.float16, state_format="compact")
-    run.train(1)
+    run = Run(tmp_path, ("disk", "host", "disk"), compute_dtype=torch.float16, state_format="compact").train(1)
     run.backward()
     run.save(tmp_path / "checkpoint")
     expected = run.result()
@@ -300,8 +297,7 @@ def test_a_checkpoint_is_replaced_only_by_a_complete_one(
     newer = run.result()
     run.load(path)
     assert_same(expected | {"losses": newer["losses"][:1]}, run.result())
-    run.train(2)
-    run.save(path)
+    run.train(2).save(path)
     newest = run.result()
     assert sorted(each.name for each in path.parent.iterdir()) == ["checkpoint", "disk"]
     run.train(1)

@@ -53,8 +53,7 @@ def test_a_run_that_saves_is_bit_for_bit_one_that_does_not(fields: dict[str, Any
     plain, saving = Run(tmp_path, **fields), Run(tmp_path, **fields)
     for step in range(4):
         plain.train()
-        saving.train()
-        saving.save(tmp_path / f"step-{step}")
+        saving.train().save(tmp_path / f"step-{step}")
         if step == 2:
             saving.save(tmp_path / "again")  # no update in between
     assert_same(plain.values(), saving.values())
@@ -115,8 +114,7 @@ def test_keep_removes_a_checkpoint_once_the_next_one_was_read(tmp_path: Path, mo
     run = Run(tmp_path).train()
     run.save(tmp_path / "step-1", keep=1)
     assert not there
-    run.train()
-    run.save(tmp_path / "step-2", keep=1)
+    run.train().save(tmp_path / "step-2", keep=1)
     assert there == [True] * len(run.files)
     assert {each.name for each in tmp_path.iterdir()} == {"disk", "step-2"}
 
@@ -144,8 +142,7 @@ def test_keep_leaves_the_last_good_checkpoint_where_the_next_one_is_damaged(
 def test_keep_removes_its_own_series_only(tmp_path: Path) -> None:
     run = Run(tmp_path)
     for name in ("best", "other-7", "a1-step-1", "step-1", "step-2", "step-3", "a2-step-1"):
-        run.train()
-        run.save(tmp_path / name, keep=1 if name in ("step-3", "a2-step-1") else None)
+        run.train().save(tmp_path / name, keep=1 if name in ("step-3", "a2-step-1") else None)
     run.train()
     settle(run.prepared)
     run.prepared.resources.settle_saving()
@@ -178,8 +175,7 @@ def test_a_save_without_room_for_the_next_update_is_refused(tmp_path: Path, monk
     assert raised.value.errno == errno.ENOSPC
     assert not (tmp_path / "ckpt").exists()
     assert_same(before, run.values())
-    run.train()
-    run.save(tmp_path / "ckpt")
+    run.train().save(tmp_path / "ckpt")
 
 
 def test_files_that_cannot_be_linked_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from outsize.run.mapped_files import MappedFiles
 from outsize.run.paging import page_in
 from tests.api.checkpoint_runs import Small, everything, opened, prepare
 from tests.comparing import assert_same
+from tests.small_models import llama_config
 
 safetensors = pytest.importorskip("safetensors.torch")
 transformers = pytest.importorskip("transformers")
@@ -40,14 +41,7 @@ MAPPED = 2 << 20
 def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of 38 MB in several files; its largest parameter has 4 MB."""
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        vocab_size=2000,
-        max_position_embeddings=64,
-    )
+    config = llama_config(512, 1024, 4, 4, 2000, max_position_embeddings=64)
     folder = tmp_path_factory.mktemp("pretrained")
     transformers.LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="10MB")
     assert len(list(folder.glob("*.safetensors"))) > 3

@@ -22,6 +22,7 @@ import outsize
 from outsize.api.building import init
 from outsize.run.paging import PagedParameter, page_in
 from tests.scripts import run_script
+from tests.small_models import llama_config
 
 transformers = pytest.importorskip("transformers")
 
@@ -69,14 +70,7 @@ class Custom(nn.Module):
 
 
 def llama() -> nn.Module:
-    config = transformers.LlamaConfig(
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        vocab_size=1000,
-        max_position_embeddings=64,
-    )
+    config = llama_config(256, 512, 8, 4, 1000, max_position_embeddings=64)
     return transformers.LlamaForCausalLM(config)
 
 

@@ -55,10 +55,11 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         prepare(self.model, self.optimizer, tier, tmp, **fields)
 
-    def train(self, steps: int = 1) -> None:
+    def train(self, steps: int = 1) -> Run:
         for _ in range(steps):
             dtype = next(self.model.parameters()).dtype
             take_step(self.model(torch.randn(4, 48).to(dtype)).square().mean(), self.optimizer)
+        return self
 
     def weights(self) -> dict[str, torch.Tensor]:
         return weights(self.model)
@@ -78,8 +79,7 @@ class Run:
 def run(tmp_path: Path) -> Run:
     run = Run(tmp_path)
     for step in (1, 2, 10):
-        run.train()
-        run.save(tmp_path / "ckpts" / f"step-{step}")
+        run.train().save(tmp_path / "ckpts" / f"step-{step}")
     return run
 
 
@@ -212,8 +212,7 @@ def test_what_extra_cannot_hold_is_refused_at_the_call(
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_every_flipped_byte_that_matters_is_found_before_anything_changes(tier: str, tmp_path: Path) -> None:
-    run = Run(tmp_path, tier)
-    run.train()
+    run = Run(tmp_path, tier).train()
     run.save(tmp_path / "ckpt")
     before, state = run.weights(), run.state()
     files = sorted((tmp_path / "ckpt").glob("*.bin"))
@@ -236,11 +235,9 @@ def test_every_flipped_byte_that_matters_is_found_before_anything_changes(tier: 
 def test_strict_false_passes_over_what_only_one_side_has_and_lists_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    small = Run(tmp_path, "disk", net=Net(2, extra=True))
-    small.train()
+    small = Run(tmp_path, "disk", net=Net(2, extra=True)).train()
     small.save(tmp_path / "ckpt")
-    deep = Run(tmp_path, "disk", seed=1, net=Net(3), units=[Net])
-    deep.train()
+    deep = Run(tmp_path, "disk", seed=1, net=Net(3), units=[Net]).train()
     own = deep.weights()["layers.2.weight"], deep.state()["layers.2.weight/exp_avg"]
     with pytest.raises(ValueError, match=r"missing parameters: layers\.2.*unexpected parameters: gate.*strict=False"):
         outsize.load(tmp_path / "ckpt", deep.model, deep.optimizer)
@@ -261,8 +258,7 @@ def test_strict_false_passes_over_what_only_one_side_has_and_lists_it(
 
 def test_buffers_that_a_forward_shapes_are_there_before_a_load(tmp_path: Path) -> None:
     """As those of quantization-aware training."""
-    observed = Run(tmp_path, net=Net())
-    observed.train()
+    observed = Run(tmp_path, net=Net()).train()
     observed.model.register_buffer("seen", torch.ones(3))
     observed.save(tmp_path / "ckpt")
     fresh = Run(tmp_path, net=Net())
@@ -296,8 +292,7 @@ def test_buffers_that_a_forward_shapes_are_there_before_a_load_of_what_others_wr
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_the_optimizer_alone_is_restored_without_the_model(tier: str, run: Run, tmp_path: Path) -> None:
-    other = Run(tmp_path, tier, seed=1)
-    other.train(2)
+    other = Run(tmp_path, tier, seed=1).train(2)
     weights, seen, rng = other.weights(), other.model.seen.clone(), torch.get_rng_state()
     outsize.load(tmp_path / "ckpts", optimizer=other.optimizer)
     assert_same(other.state(), run.state())
@@ -359,8 +354,7 @@ def cut(source: Path, target: Path, ranks: int) -> None:
 def test_slices_of_any_number_of_ranks_load_bit_for_bit(
     tier: str, fields: dict[str, Any], tmp_path: Path, device: str
 ) -> None:
-    one = Run(tmp_path, tier, **fields)
-    one.train(2)
+    one = Run(tmp_path, tier, **fields).train(2)
     one.save(tmp_path / "1")
     cut(tmp_path / "1", tmp_path / "2", 2)
     cut(tmp_path / "2", tmp_path / "4", 4)
@@ -382,8 +376,7 @@ def test_slices_of_any_number_of_ranks_load_bit_for_bit(
 def test_fifty_lines_of_numpy_read_a_checkpoint(tmp_path: Path) -> None:
     numpy_reader = pytest.importorskip("tests.api.numpy_reader")
     for fields in ({}, {"compute_dtype": torch.bfloat16}, {"compute_dtype": torch.float16, "state_format": "compact"}):
-        run = Run(tmp_path, "disk", **fields)
-        run.train(2)
+        run = Run(tmp_path, "disk", **fields).train(2)
         run.save(tmp_path / "ckpt")
         cut(tmp_path / "ckpt", tmp_path / "cut", 3)
         wide = Run(tmp_path, "host", seed=1)

@@ -250,8 +250,7 @@ def test_a_clock_that_was_set_back_does_not_make_the_newest_the_oldest(
             return cls(2001, 1, 1, tzinfo=tz)
 
     monkeypatch.setattr(directory, "datetime", Back)
-    run.train()
-    run.save(tmp_path / "step-2", keep=1)
+    run.train().save(tmp_path / "step-2", keep=1)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["disk", "step-2"]
 
 
@@ -263,8 +262,7 @@ def test_a_neighbour_of_an_impossible_time_is_the_oldest(text: str, tmp_path: Pa
     content = json.loads(manifest.read_text())
     content["saved_at"] = text
     manifest.write_text(sealed(json.dumps(content)))
-    run.train()
-    run.save(tmp_path / "step-2", keep=2)
+    run.train().save(tmp_path / "step-2", keep=2)
     assert outsize.load(tmp_path, run.model, run.optimizer) == 2
     run.save(tmp_path / "step-3", keep=2)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["disk", "step-2", "step-3"]
@@ -503,8 +501,7 @@ def test_what_cannot_be_removed_is_no_failure_of_the_save(
 
     monkeypatch.setattr(folder.os, "rename", rename)
     monkeypatch.setattr(folder, "sync", sync)
-    run.train()
-    run.save(tmp_path / "step-2", keep=1)
+    run.train().save(tmp_path / "step-2", keep=1)
     monkeypatch.undo()
     left = {"step-1"} if call == "rename" else set()
     assert {path.name for path in tmp_path.iterdir()} == {"disk", "step-2", *left}
@@ -533,14 +530,12 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_not_mixed_with_the_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, other = run_of(tmp_path), run_of(tmp_path, seed=1)
-    run.train()
-    run.save(tmp_path / "ckpt")
+    run.train().save(tmp_path / "ckpt")
     saved, plain = run.values(), Checkpoint.verify
 
     def verify(checkpoint: Checkpoint, *given: Any, **fields: Any) -> None:
         plain(checkpoint, *given, **fields)
-        run.train()
-        run.save(tmp_path / "ckpt")
+        run.train().save(tmp_path / "ckpt")
         run.train()  # whose updates may take the files of the one that went
 
     monkeypatch.setattr(Checkpoint, "verify", verify)
@@ -609,8 +604,7 @@ def test_a_file_that_cannot_be_synced_is_an_error(code: int, tmp_path: Path, mon
 def test_a_folder_that_another_run_has_swept_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a file system whose locks hold for each machine alone."""
     run, plain = run_of(tmp_path), PlannedFile.write
-    run.train()
-    run.save(tmp_path / "step-1")
+    run.train().save(tmp_path / "step-1")
     values = run.values()
 
     def write(file: Any, path: Path, files: Any) -> None:

@@ -16,6 +16,7 @@ import torch
 from outsize.api import budgets
 from outsize.cli import generating, main
 from outsize.config import Config
+from tests.small_models import llama_config
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -30,16 +31,7 @@ NEW = 5
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=200,
-        max_position_embeddings=40,
-        eos_token_id=199,
-    )
+    config = llama_config(128, 256, 8, 4, 200, num_key_value_heads=2, max_position_embeddings=40, eos_token_id=199)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     words = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({"<unk>": 0, **{word: at for at, word in enumerate(WORDS, 1)}}, unk_token="<unk>")

@@ -16,6 +16,7 @@ import outsize
 from outsize.api.assemble import require
 from tests.comparing import assert_same_weights, weights
 from tests.ranks.launching import in_turn, run_on_ranks
+from tests.small_models import llama_config
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -36,14 +37,7 @@ ON_DISK = {"params": "disk", "grads": "disk", "states": "disk", "host_memory": "
 
 def language_model(seed: int = 0, dropout: float = 0.1) -> Any:
     torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        vocab_size=VOCABULARY,
-        attention_dropout=dropout,
-    )
+    config = llama_config(32, 48, 2, 2, VOCABULARY, attention_dropout=dropout)
     return transformers.LlamaForCausalLM(config)
 
 

@@ -11,6 +11,7 @@ import torch
 
 import outsize
 from tests.conftest import Workshop, prepared, take_step
+from tests.small_models import llama_config
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -25,14 +26,7 @@ BUDGET = 1792 << 10
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCABULARY,
-    )
+    config = llama_config(128, 256, LAYERS, 4, VOCABULARY, num_key_value_heads=2)
     folder = tmp_path_factory.mktemp("base")
     transformers.LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="1MB")
     return folder

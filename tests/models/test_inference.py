@@ -11,6 +11,7 @@ from torch import nn
 
 import outsize
 from tests.conftest import Workshop, prepared
+from tests.small_models import llama_config
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors.torch")
@@ -21,15 +22,7 @@ VOCABULARY = 200
 def config_of(kind: str) -> Any:
     if kind == "gpt2":  # its head is its embedding
         return transformers.GPT2Config(n_embd=128, n_layer=8, n_head=4, vocab_size=VOCABULARY, n_positions=64)
-    return transformers.LlamaConfig(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=64,
-    )
+    return llama_config(128, 256, 8, 4, VOCABULARY, num_key_value_heads=2, max_position_embeddings=64)
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])

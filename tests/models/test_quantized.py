@@ -14,6 +14,7 @@ from torch import nn
 
 import outsize
 from tests.conftest import Workshop, prepared, take_step
+from tests.small_models import llama_config
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -42,15 +43,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 
 def base(kind: str, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=WIDTH,
-        intermediate_size=WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        vocab_size=VOCABULARY,
-        tie_word_embeddings=False,
-    )
+    config = llama_config(WIDTH, WIDTH, 2, 4, VOCABULARY, num_key_value_heads=4, tie_word_embeddings=False)
     model = transformers.LlamaForCausalLM(config).to(dtype)
     torchao.quantize_(model, CONFIGS[kind]())  # the head too
     return model.requires_grad_(False)

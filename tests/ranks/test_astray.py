@@ -17,12 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import outsize
 from outsize.move import meeting, watch
 from tests.ranks.launching import Ended, ends_on_ranks, run_on_ranks
-from tests.ranks.training import Setting, batch, fields_of, make, prepared, same_bits, weights_of
+from tests.ranks.training import Setting, batch, made, prepared, same_bits, weights_of
 
 DETECTED_SECONDS = 10.0
 LONG = timedelta(seconds=DETECTED_SECONDS)
@@ -36,10 +35,8 @@ class Run:
     def __init__(self, setting: Setting, disk: str) -> None:
         self.clips = setting.fields.get("update") != "backward"
         self.rank = dist.get_rank()
-        self.model, self.optimizer = make(setting)
+        self.model, self.optimizer = made(setting, disk)
         self.disk = disk
-        mesh = {"mesh": init_device_mesh("cpu", setting.mesh)} if setting.mesh else {}
-        outsize.prepare(self.model, self.optimizer, **fields_of(setting, disk), **mesh)
 
     def step(self, number: int, forward: Callable[[Any], Any] | None = None, clip: bool = True) -> None:
         x, y = batch(number, self.rank)
@@ -326,8 +323,7 @@ def prepares_alone(stage: int, disk: str) -> None:
     run.step(0)
     if run.rank == 0:
         run.step(1)
-    model, optimizer = make(HOST)
-    outsize.prepare(model, optimizer, **fields_of(HOST, disk))
+    made(HOST, disk)
 
 
 @pytest.mark.parametrize("stage", [0, 3])

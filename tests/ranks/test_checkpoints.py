@@ -25,7 +25,7 @@ from outsize.move.lanes import RanksError
 from tests.comparing import assert_same
 from tests.conftest import take_step
 from tests.ranks.launching import Ended, ends_on_ranks, in_turn, run_on_ranks
-from tests.ranks.training import Setting, batch, fields_of, make, named_weights, same_bits
+from tests.ranks.training import Setting, batch, fields_of, made, make, named_weights, same_bits
 
 BF16 = torch.bfloat16
 AT_ONCE_BYTES = writer.AT_ONCE_BYTES
@@ -36,19 +36,18 @@ class Run:
 
     def __init__(self, setting: Setting, disk: str, seed: int = 0, large: bool = False) -> None:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.model, self.optimizer = make(setting, seed, depth=1)
+        self.model, self.optimizer = made(setting, disk, seed, depth=1)
         self.setting = setting
-        mesh = {"mesh": init_device_mesh("cpu", setting.mesh)} if setting.mesh else {}
-        outsize.prepare(self.model, self.optimizer, **fields_of(setting, disk), **mesh)
         self.steps = 0
         writer.AT_ONCE_BYTES = -1 if large else AT_ONCE_BYTES  # as if there was too much to write it at once
 
-    def train(self, steps: int) -> None:
+    def train(self, steps: int) -> Run:
         for _ in range(steps):
             x, y = batch(self.steps, self.rank)
             loss = nn.functional.mse_loss(self.model(x.to(self.setting.dtype)).float(), y) + torch.rand(()) * 0.1
             take_step(loss, self.optimizer, clip=(self.model.parameters(), 0.1))
             self.steps += 1
+        return self
 
     def save(self, path: Path) -> None:
         outsize.save(path, self.model, self.optimizer, {"step": self.steps, "rank": self.rank, "at": torch.ones(3)})
@@ -326,8 +325,7 @@ def test_any_number_of_ranks_loads_what_another_has_saved(tmp_path: Path) -> Non
 
 
 def save_copies(folder: str) -> dict[str, Tensor]:
-    run = Run(Setting(3, "host", mesh=(2, 2)), folder)
-    run.train(2)
+    run = Run(Setting(3, "host", mesh=(2, 2)), folder).train(2)
     run.save(Path(folder) / "ckpt")
     outsize.export(Path(folder) / "model", run.model)
     dist.barrier()
@@ -349,14 +347,12 @@ def test_one_copy_of_a_mesh_is_saved_and_exported(tmp_path: Path) -> None:
 def save_astray(folder: str, mesh: tuple[int, int] | None) -> list[str]:
     """Each rank in turn saves to another name than the others."""
     run, said = Run(Setting(3, "host", mesh=mesh), folder), []
-    run.train(1)
-    run.save(Path(folder) / "good")
+    run.train(1).save(Path(folder) / "good")
     for who in range(dist.get_world_size()):
         with pytest.raises(ValueError, match="the ranks save to different places: .*name one shared folder") as raised:
             run.save(Path(folder) / ("astray" if run.rank == who else "together"))
         said.append(str(raised.value))
-    run.train(1)
-    run.save(Path(folder) / "after")
+    run.train(1).save(Path(folder) / "after")
     return said
 
 
@@ -368,8 +364,7 @@ def test_ranks_that_save_to_different_places_are_refused(tmp_path: Path, mesh: t
 
 
 def fail_to_save(folder: str, who: int) -> str:
-    run = Run(Setting(3, "host"), folder)
-    run.train(1)
+    run = Run(Setting(3, "host"), folder).train(1)
     run.save(Path(folder) / "good")
     run.train(1)
     if run.rank == who:
@@ -385,8 +380,7 @@ def fail_to_save(folder: str, who: int) -> str:
         said = f"{type(error).__name__} {error}"
     if run.rank == who:
         PlannedFile.write = plain  # type: ignore[method-assign]
-    run.train(1)
-    run.save(Path(folder) / "after")
+    run.train(1).save(Path(folder) / "after")
     return said
 
 
@@ -398,8 +392,7 @@ def test_a_rank_that_cannot_save_keeps_the_others_from_publishing(who: int, tmp_
 
 
 def load_damaged(folder: str) -> None:
-    run = Run(Setting(3, "host"), folder)
-    run.train(1)
+    run = Run(Setting(3, "host"), folder).train(1)
     before = run.weights()
     try:
         run.load(Path(folder) / "ckpt-0")
@@ -425,8 +418,7 @@ def test_damage_is_found_on_every_rank_before_anything_changes(tmp_path: Path) -
 
 
 def killed_in_save(folder: str) -> None:
-    run = Run(Setting(3, "host"), folder)
-    run.train(1)
+    run = Run(Setting(3, "host"), folder).train(1)
     run.save(Path(folder) / "good")
     run.train(1)
     if run.rank == 1:
@@ -448,8 +440,7 @@ def export_on_ranks(folder: str) -> dict[str, Tensor]:
     settings = [Setting(3, "disk", dtype=BF16), Setting(2, "host", dtype=BF16), Setting(0, "host")]
     found = {}
     for index, setting in enumerate(settings):
-        run = Run(setting, folder)
-        run.train(1)
+        run = Run(setting, folder).train(1)
         outsize.export(Path(folder) / f"model-{index}", run.model, max_shard_size="20KiB")
         outsize.export(Path(folder) / f"wide-{index}", run.model, dtype=torch.float32)
         run.save(Path(folder) / f"ckpt-{index}")
@@ -475,8 +466,7 @@ def test_export_streams_from_all_ranks(tmp_path: Path) -> None:
 
 def export_without_room(folder: str) -> list[str]:
     """The drive is full at the first, the fourth and the last write, and when all are synced; then it has room."""
-    run = Run(Setting(3, "disk"), folder)
-    run.train(1)
+    run = Run(Setting(3, "disk"), folder).train(1)
     said, plain, sync = [], os.pwrite, os.fsync
     left = 0
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import outsize
-from tests.ranks.launching import run_on_ranks
+from tests.ranks.launching import in_turn, run_on_ranks
 from tests.ranks.training import Setting, fields_of, weights_of
 
 RANKS = 2
@@ -60,14 +60,9 @@ CASES = [(*place, "error") for place in PLACES]
 CASES += [(stage, tier, "sync") for stage, tier in ((0, "host"), (2, "disk"), (3, "device"), (3, "disk"))]
 
 
-def of_each(train: Callable[[int, str, str, str], Any], disk: str) -> list[Any]:
-    """Case after case in one start of the ranks."""
-    return [train(*case, disk) for case in CASES]
-
-
 def found_on_ranks(train: Callable[[int, str, str, str], Any], disk: Path) -> Iterator[tuple[Any, Any]]:
     """(case, what a rank has found there)."""
-    for found in run_on_ranks(RANKS, of_each, train, str(disk)):
+    for found in run_on_ranks(RANKS, in_turn, *((train, *case, str(disk)) for case in CASES)):
         yield from zip(CASES, found, strict=True)
 
 

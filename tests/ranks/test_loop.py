@@ -17,7 +17,7 @@ import outsize
 from outsize.run.buffers import unused
 from tests.conftest import take_step
 from tests.ranks.launching import in_turn, run_on_ranks
-from tests.ranks.training import Setting, assert_near, batches, fields_of, make, prepared, same_bits, weights_of
+from tests.ranks.training import Setting, assert_near, batches, made, make, prepared, same_bits, weights_of
 from tests.small_models import Built
 
 
@@ -64,8 +64,7 @@ def ask(model: nn.Module, optimizer: torch.optim.Optimizer, parts: list[int], sh
 def ask_on_ranks(settings: list[Setting], disk: str) -> list[dict[str, Any]]:
     found = []
     for setting in settings:
-        model, optimizer = make(setting)
-        outsize.prepare(model, optimizer, **fields_of(setting, disk))
+        model, optimizer = made(setting, disk)
         found.append(ask(model, optimizer, [dist.get_rank()], outsize.gathered))
     return found
 
@@ -74,8 +73,7 @@ def add_to_held_gradients(settings: list[Setting], disk: str) -> list[list[Tenso
     """What is added up where nobody zeroes, while the gradients of the step before are held back."""
     found = []
     for setting in settings:
-        model, optimizer = make(setting)
-        outsize.prepare(model, optimizer, **fields_of(setting, disk))
+        model, optimizer = made(setting, disk)
         for step in range(3):
             loss_of(model, step, [dist.get_rank()]).backward()
             if step < 2:
@@ -145,8 +143,7 @@ def test_a_penalty_on_gradients_trains_as_in_torch_and_those_of_several_ranks_ha
 def scale(stage: int, disk: str) -> tuple[list[float], list[float], int]:
     """Training in fp16 whose second step overflows on one rank alone."""
     setting = Setting(stage, "host", dtype=torch.float16)
-    model, optimizer = make(setting)
-    outsize.prepare(model, optimizer, **fields_of(setting, disk))
+    model, optimizer = made(setting, disk)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=100)
     scales, norms = [], []
     for step in range(3):
@@ -171,8 +168,7 @@ def test_a_gradient_that_overflows_on_one_rank_skips_the_step_on_all(tmp_path: P
 
 def state_dicts(disk: str) -> bool:
     setting = Setting(3, "host")
-    model, optimizer = make(setting)
-    outsize.prepare(model, optimizer, **fields_of(setting, disk))
+    model, optimizer = made(setting, disk)
     for step in range(2):
         take_step(loss_of(model, step, [dist.get_rank()]), optimizer)
     saved = optimizer.state_dict()

@@ -65,10 +65,6 @@ def measure(stage: int, tiers: str, dtype: torch.dtype, memory: str, steps: int,
     }
 
 
-def measure_all(cases: list[tuple[int, str, torch.dtype, str, int]], disk: str) -> list[dict[str, Any]]:
-    return [measure(*case, disk) for case in cases]
-
-
 BYTES = {torch.float32: (4, 4, 8), BF16: (2, 2, 10)}
 """Of parameters, gradients and states for one parameter."""
 
@@ -88,7 +84,8 @@ def test_a_rank_holds_what_the_formulas_say(ranks: int, tmp_path: Path) -> None:
         for tier in ("device", "host", "disk")
         if (stage == 3 or tier != "disk") and (ranks < 4 or (tier != "host" and dtype is BF16))
     ]
-    found = run_on_ranks(ranks, measure_all, cases, str(tmp_path)) if ranks > 1 else [measure_all(cases, str(tmp_path))]
+    calls = [(measure, *case, str(tmp_path)) for case in cases]
+    found = run_on_ranks(ranks, in_turn, *calls) if ranks > 1 else [in_turn(*calls)]
     for rank in found:
         for (stage, tier, dtype, *_), each in zip(cases, rank, strict=True):
             resting = stage in (1, 2) or (tier == "device" and (ranks == 1 or stage == 0))  # in the gathered buffers
@@ -109,7 +106,7 @@ def test_a_rank_sends_what_the_formulas_say(ranks: int, tmp_path: Path) -> None:
     memory = "680KiB"  # of six units of 96 KiB three stay
     cases = [(stage, "host", torch.float32, ROOMY, 3) for stage in (0, 1 if ranks == 2 else 2)]
     cases.append((3, "disk", torch.float32, memory, 3))
-    for rank in run_on_ranks(ranks, measure_all, cases, str(tmp_path)):
+    for rank in run_on_ranks(ranks, in_turn, *((measure, *case, str(tmp_path)) for case in cases)):
         for (stage, *_), each in zip(cases, rank, strict=True):
             numel, sent = each["numel"], each["sent"]
             assert sent["reduce"] == (2 * numel if stage == 0 else numel)
@@ -180,13 +177,9 @@ def train_branches(stage: int | None, disk: str) -> dict[str, torch.Tensor]:
     return named_weights(model)
 
 
-def train_branches_on_stages(disk: str) -> list[dict[str, torch.Tensor]]:
-    return [train_branches(stage, disk) for stage in (0, 2, 3)]
-
-
 def test_frozen_tied_and_unused_parameters_and_models_built_in_bounded_memory(tmp_path: Path) -> None:
     expected = train_branches(None, str(tmp_path))
-    for found in run_on_ranks(2, train_branches_on_stages, str(tmp_path)):
+    for found in run_on_ranks(2, in_turn, *((train_branches, stage, str(tmp_path)) for stage in (0, 2, 3))):
         for weights in found:
             assert_near(weights.values(), expected.values())
 
@@ -336,15 +329,11 @@ def bytes_of_a_run(memory: str, disk: str) -> tuple[int, int]:
     return moved.bytes_read, moved.bytes_written
 
 
-def bytes_of_runs(budgets: list[str], disk: str) -> list[tuple[int, int]]:
-    return [bytes_of_a_run(memory, disk) for memory in budgets]
-
-
 def test_two_ranks_read_and_write_together_what_one_does(tmp_path: Path) -> None:
     """Of 12 units of memory some stay from the forward to the backward, and from there to the next forward."""
-    budgets = ["1024KiB", "1344KiB"]
-    one = bytes_of_runs(budgets, str(tmp_path))
-    two = [bytes for rank in run_on_ranks(2, bytes_of_runs, budgets, str(tmp_path)) for bytes in rank]
+    runs = [(bytes_of_a_run, budget, str(tmp_path)) for budget in ("1024KiB", "1344KiB")]
+    one = in_turn(*runs)
+    two = [bytes for rank in run_on_ranks(2, in_turn, *runs) for bytes in rank]
     assert sum(written for _, written in two) == sum(written for _, written in one)
     assert sum(read for read, _ in two) <= 1.01 * sum(read for read, _ in one)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ranks.launching import run_on_ranks
-from tests.ranks.training import Result, Setting, plain, train_all
+from tests.ranks.launching import in_turn, run_on_ranks
+from tests.ranks.training import Result, Setting, plain, train
 
 BF16 = torch.bfloat16
 BASE = Setting(clip=0.1, steps=2)
@@ -73,7 +73,7 @@ def test_ranks_train_what_torch_trains_on_the_whole_batch_on_every_tier(stage: i
     manners = manners_of(stage, ranks)
     tiers = tiers_of(stage) if ranks == 2 else ["device", tiers_of(stage)[-1]]
     settings = settings_of(manners, tiers, stage % 2)
-    of_ranks = run_on_ranks(ranks, train_all, [setting for _, setting in settings], str(tmp_path))
+    of_ranks = run_on_ranks(ranks, in_turn, *((train, setting, str(tmp_path)) for _, setting in settings))
     expected = {name: plain(each, ranks) for name, each in manners.items()}
     first: dict[str, Result] = {}
     for index, (name, setting) in enumerate(settings):
@@ -96,7 +96,7 @@ def test_ranks_train_in_bf16_to_the_same_bits_on_every_tier(stage: int, tmp_path
         "delayed": replace(base, steps=3, fields={"delayed_update": 2}),
     }
     settings = settings_of(manners, tiers_of(stage))
-    one, two = run_on_ranks(2, train_all, [setting for _, setting in settings], str(tmp_path))
+    one, two = run_on_ranks(2, in_turn, *((train, setting, str(tmp_path)) for _, setting in settings))
     first: dict[str, Result] = {}
     for (name, _), found, other in zip(settings, one, two, strict=True):
         assert_same_bits(found, other)
@@ -117,7 +117,8 @@ def test_ranks_of_a_mesh_train_copies_that_stay_alike(
     settings = [replace(base, stage=stage, mesh=mesh) for mesh, stages in meshes.items() for stage in stages]
     ranks = prod(settings[0].mesh)
     expected = plain(base, ranks)
-    for found, *others in zip(*run_on_ranks(ranks, train_all, settings, str(tmp_path)), strict=True):
+    calls = [(train, setting, str(tmp_path)) for setting in settings]
+    for found, *others in zip(*run_on_ranks(ranks, in_turn, *calls), strict=True):
         for other in others:
             assert_same_bits(found, other)
         assert_as_plain(found, expected)

@@ -138,10 +138,6 @@ def loss_of(parts: int, x: Tensor, y: Tensor) -> Tensor:
     return nn.functional.mse_loss(x, y) / parts
 
 
-def train_in(name: str, places: list[Place], disk: str, tied: bool = False) -> list[Trained]:
-    return [train_stages(name, place, disk, tied) for place in places]
-
-
 @pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in SCHEDULES), *((name, 4) for name in SCHEDULES)])
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_stages_at_rest_train_as_torch_does_under_every_schedule(
@@ -156,7 +152,8 @@ def test_stages_at_rest_train_as_torch_does_under_every_schedule(
         pytest.skip("with --every-tier")
     else:
         places = [DEVICE, DISK] if name == SEVERAL[0] else [DISK]
-    assert_as_plain(run_on_ranks(ranks, train_in, name, places, str(tmp_path)))
+    calls = [(train_stages, name, place, str(tmp_path)) for place in places]
+    assert_as_plain(run_on_ranks(ranks, in_turn, *calls))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -183,7 +180,8 @@ def test_tensor_parallel_stages_train_as_torch_does_where_schedules_set_gradient
 @pytest.mark.skipif(V_SHAPED[-1] not in SCHEDULES, reason="torch has no DualPipeV")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_rank_with_both_ends_has_tied_weights_once(tmp_path: Path) -> None:
-    assert_as_plain(run_on_ranks(2, train_in, V_SHAPED[-1], [DEVICE, DISK], str(tmp_path), True), tied=True)
+    calls = [(train_stages, V_SHAPED[-1], place, str(tmp_path), True) for place in (DEVICE, DISK)]
+    assert_as_plain(run_on_ranks(2, in_turn, *calls), tied=True)
 
 
 def assert_as_plain(every: list[list[Trained]], tied: bool = False) -> None:

@@ -29,22 +29,22 @@ from tests.comparing import assert_same
 from tests.conftest import take_step
 from tests.ranks.launching import in_turn, run_on_ranks
 from tests.ranks.training import named_weights, whole
-from tests.small_models import Built
+from tests.small_models import Built, llama_config
 
 LENGTH, VOCABULARY = 16, 128
 NAMES = ("data", "tp")
 
 
 def llama(dtype: torch.dtype = torch.float32, tied: bool = False, layers: int = 1) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
+    config = llama_config(
+        64,
+        128,
+        layers,
+        4,
+        VOCABULARY,
         num_key_value_heads=2,
         max_position_embeddings=64,
         tie_word_embeddings=tied,

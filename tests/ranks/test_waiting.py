@@ -26,7 +26,7 @@ from outsize.move.lanes import LANES, Going, Lane, Model, RanksError
 from outsize.move.watch import await_closed
 from tests.conftest import take_step
 from tests.ranks.launching import Ended, ends_on_ranks
-from tests.ranks.training import Setting, batch, fields_of, make, prepared, same_bits
+from tests.ranks.training import Setting, batch, fields_of, made, make, prepared, same_bits
 
 HOST = Setting(3, "host")
 
@@ -133,8 +133,7 @@ def test_what_all_did_in_the_last_step_is_expected_in_this_one(first_of_two: Any
 
 def gives_up(disk: str) -> float:
     """Rank 1 lives and does not answer; rank 0 gives it up, and ends its run before rank 1 goes on."""
-    model, optimizer = make(HOST)
-    outsize.prepare(model, optimizer, **fields_of(HOST, disk))
+    model, optimizer = made(HOST, disk)
     store = dist.distributed_c10d._get_default_store()
     inside = prepared(model)
     ranks = inside.engine.reduction.ranks
@@ -246,8 +245,7 @@ def test_weights_that_one_rank_cannot_load_are_loaded_by_none(
 
 
 def loads_what_is_not_there(disk: str) -> None:
-    model, optimizer = make(HOST)
-    outsize.prepare(model, optimizer, **fields_of(HOST, disk))
+    model, optimizer = made(HOST, disk)
     outsize.load(f"{disk}/nowhere", model, optimizer)
 
 

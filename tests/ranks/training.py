@@ -100,7 +100,9 @@ def fields_of(setting: Setting, disk: str) -> dict[str, Any]:
     if tier == "squeezed":
         places = dict.fromkeys(("params", "grads", "states"), "disk")
         memory = "448KiB"
+    mesh = {"mesh": init_device_mesh("cpu", setting.mesh)} if setting.mesh else {}
     return {
+        **mesh,
         "host_memory": memory,
         "disk": disk,
         "stage": setting.stage,
@@ -114,6 +116,13 @@ def make(setting: Setting, seed: int = 0, depth: int = DEPTH) -> tuple[nn.Module
     torch.manual_seed(seed)
     model = stack(depth).to(setting.dtype)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+
+
+def made(setting: Setting, disk: str, seed: int = 0, depth: int = DEPTH) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Prepared."""
+    model, optimizer = make(setting, seed, depth)
+    outsize.prepare(model, optimizer, **fields_of(setting, disk))
+    return model, optimizer
 
 
 def _clip(model: nn.Module, setting: Setting) -> float:
@@ -148,9 +157,7 @@ def plain(setting: Setting, ranks: int) -> Result:
 def train(setting: Setting, disk: str) -> Result:
     """The same on this rank's part, with outsize."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    model, optimizer = make(setting)
-    mesh = {"mesh": init_device_mesh("cpu", setting.mesh)} if setting.mesh else {}
-    outsize.prepare(model, optimizer, **fields_of(setting, disk), **mesh)
+    model, optimizer = made(setting, disk)
     losses, norms = [], []
     for step in range(setting.steps):
         total = torch.zeros(())
@@ -172,8 +179,3 @@ def train(setting: Setting, disk: str) -> Result:
         dist.all_reduce(total)
         losses.append(float(total) / ranks / setting.accumulate)
     return Result(losses, norms, named_weights(model))
-
-
-def train_all(settings: list[Setting], disk: str) -> list[Result]:
-    """One after the other: to start ranks takes longer than to train."""
-    return [train(setting, disk) for setting in settings]

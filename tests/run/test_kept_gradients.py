@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import outsize
 from outsize.run.grads import RestingGrad
 from tests.conftest import AT_REST_TIERS, Pair, batches, squared_error
 from tests.ranks.launching import run_on_ranks
-from tests.ranks.training import Setting, batch, fields_of, make
+from tests.ranks.training import Setting, batch, made
 
 BACKWARDS = 4
 
@@ -102,8 +101,7 @@ def keep_on_ranks(settings: list[Setting], disk: str) -> list[tuple[list[str], b
     """What is said of each gradient that was kept, and whether one that was not kept was filled again."""
     found = []
     for setting in settings:
-        model, optimizer = make(setting)
-        outsize.prepare(model, optimizer, **fields_of(setting, disk))
+        model, optimizer = made(setting, disk)
         kept, unkept = [], []
         for step in range(BACKWARDS):
             optimizer.zero_grad()
