@@ -119,8 +119,9 @@ class Run:
             self.step()
         return self
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path) -> Run:
         save(path, self.model, self.optimizer, {"scheduler": self.scheduler.state_dict(), "losses": self.losses})
+        return self
 
     def load(self, path: Path) -> Run:
         extra = load(path, self.model, self.optimizer)

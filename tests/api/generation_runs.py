@@ -57,18 +57,18 @@ class Run:
     def values(self) -> dict[str, torch.Tensor]:
         return everything(self.model, self.optimizer)
 
-    def save(self, path: Path, **options: Any) -> None:
+    def save(self, path: Path, **options: Any) -> Run:
         outsize.save(path, self.model, self.optimizer, self.count, **options).wait()
+        return self
 
-    def load(self, path: Path, **options: Any) -> None:
+    def load(self, path: Path, **options: Any) -> Run:
         self.count = outsize.load(path, self.model, self.optimizer, **options)
+        return self
 
 
 def assert_holds(path: Path, values: dict[str, torch.Tensor], tmp: Path, steps: int = 0, **fields: Any) -> None:
     """A run of another seed that loads this checkpoint, and trains for `steps`, has these values."""
-    other = Run(tmp, seed=1, **fields)
-    other.load(path)
-    other.train(steps)
+    other = Run(tmp, seed=1, **fields).load(path).train(steps)
     assert_same(values, other.values())
 
 

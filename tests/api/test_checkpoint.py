@@ -35,11 +35,8 @@ def size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 def resumed(tmp: Path, old: tuple[str, str, str], new: tuple[str, str, str], **kinds: Any) -> None:
     """Train 3, save, train 2; against a load of the save into a fresh run that trains 2."""
-    first = Run(tmp, old, **kinds).train(3)
-    first.save(tmp / "checkpoint")
-    first.train(2)
-    second = Run(tmp, new, seed=1, **kinds).train(1).load(tmp / "checkpoint")
-    second.train(2)
+    first = Run(tmp, old, **kinds).train(3).save(tmp / "checkpoint").train(2)
+    second = Run(tmp, new, seed=1, **kinds).train(1).load(tmp / "checkpoint").train(2)
     assert_same(first.result(), second.result())
 
 
@@ -70,9 +67,7 @@ def test_a_resumed_run_keeps_the_state_of_any_optimizer(name: str, tmp_path: Pat
 
 @pytest.mark.usefixtures("size")
 def test_units_may_be_cut_otherwise_and_disks_be_several(tmp_path: Path) -> None:
-    first = Run(tmp_path, ("disk", "disk", "disk"), units=[Block]).train(2)
-    first.save(tmp_path / "checkpoint")
-    first.train(2)
+    first = Run(tmp_path, ("disk", "disk", "disk"), units=[Block]).train(2).save(tmp_path / "checkpoint").train(2)
     disks = [tmp_path / "one", tmp_path / "two", tmp_path / "three"]
     for disk in disks:
         disk.mkdir()
@@ -162,8 +157,7 @@ def test_a_save_right_after_a_load_is_the_same_checkpoint(tmp_path: Path) -> Non
 
 
 def test_fp32_and_bf16_runs_exchange_exact_masters(tmp_path: Path) -> None:
-    wide = Run(tmp_path, ("disk", "disk", "disk")).train(2)
-    wide.save(tmp_path / "wide")
+    wide = Run(tmp_path, ("disk", "disk", "disk")).train(2).save(tmp_path / "wide")
     narrow = Run(tmp_path, ("host", "disk", "host"), seed=1, compute_dtype=torch.bfloat16).load(tmp_path / "wide")
     frozen = {"frozen": exact_masters(wide.model)["frozen"].bfloat16().float()}  # it has no master
     assert_same({**exact_masters(wide.model), **frozen}, exact_masters(narrow.model))

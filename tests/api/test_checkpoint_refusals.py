@@ -25,8 +25,7 @@ from tests.comparing import assert_same
 
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Run, Path]:
-    run = Run(tmp_path, ("disk", "host", "disk")).train(1)
-    run.save(tmp_path / "checkpoint")
+    run = Run(tmp_path, ("disk", "host", "disk")).train(1).save(tmp_path / "checkpoint")
     return run, tmp_path / "checkpoint"
 
 

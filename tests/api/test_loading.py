@@ -71,8 +71,9 @@ class Run:
             for key, value in self.optimizer.state.get(param, {}).items()
         }
 
-    def save(self, path: Path, **options: Any) -> None:
+    def save(self, path: Path, **options: Any) -> Run:
         outsize.save(path, self.model, self.optimizer, path.name, **options).wait()
+        return self
 
 
 @pytest.fixture
@@ -212,8 +213,7 @@ def test_what_extra_cannot_hold_is_refused_at_the_call(
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_every_flipped_byte_that_matters_is_found_before_anything_changes(tier: str, tmp_path: Path) -> None:
-    run = Run(tmp_path, tier).train()
-    run.save(tmp_path / "ckpt")
+    run = Run(tmp_path, tier).train().save(tmp_path / "ckpt")
     before, state = run.weights(), run.state()
     files = sorted((tmp_path / "ckpt").glob("*.bin"))
     assert len(files) >= 2
@@ -235,8 +235,7 @@ def test_every_flipped_byte_that_matters_is_found_before_anything_changes(tier: 
 def test_strict_false_passes_over_what_only_one_side_has_and_lists_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    small = Run(tmp_path, "disk", net=Net(2, extra=True)).train()
-    small.save(tmp_path / "ckpt")
+    small = Run(tmp_path, "disk", net=Net(2, extra=True)).train().save(tmp_path / "ckpt")
     deep = Run(tmp_path, "disk", seed=1, net=Net(3), units=[Net]).train()
     own = deep.weights()["layers.2.weight"], deep.state()["layers.2.weight/exp_avg"]
     with pytest.raises(ValueError, match=r"missing parameters: layers\.2.*unexpected parameters: gate.*strict=False"):
@@ -354,8 +353,7 @@ def cut(source: Path, target: Path, ranks: int) -> None:
 def test_slices_of_any_number_of_ranks_load_bit_for_bit(
     tier: str, fields: dict[str, Any], tmp_path: Path, device: str
 ) -> None:
-    one = Run(tmp_path, tier, **fields).train(2)
-    one.save(tmp_path / "1")
+    one = Run(tmp_path, tier, **fields).train(2).save(tmp_path / "1")
     cut(tmp_path / "1", tmp_path / "2", 2)
     cut(tmp_path / "2", tmp_path / "4", 4)
     other = Run(tmp_path, tier, seed=1, **fields)
@@ -376,8 +374,7 @@ def test_slices_of_any_number_of_ranks_load_bit_for_bit(
 def test_fifty_lines_of_numpy_read_a_checkpoint(tmp_path: Path) -> None:
     numpy_reader = pytest.importorskip("tests.api.numpy_reader")
     for fields in ({}, {"compute_dtype": torch.bfloat16}, {"compute_dtype": torch.float16, "state_format": "compact"}):
-        run = Run(tmp_path, "disk", **fields).train(2)
-        run.save(tmp_path / "ckpt")
+        Run(tmp_path, "disk", **fields).train(2).save(tmp_path / "ckpt")
         cut(tmp_path / "ckpt", tmp_path / "cut", 3)
         wide = Run(tmp_path, "host", seed=1)
         outsize.load(tmp_path / "ckpt", wide.model, wide.optimizer)
@@ -478,8 +475,7 @@ def test_conjugate_and_negative_views_come_back_as_they_were(tmp_path: Path) -> 
         made.register_buffer("wide", turned(1, angle).expand(5))
         return made
 
-    saved = Run(tmp_path, net=net(0.5))
-    saved.save(tmp_path / "saved")
+    saved = Run(tmp_path, net=net(0.5)).save(tmp_path / "saved")
     run = Run(tmp_path, net=net(0.0))
     outsize.load(tmp_path / "saved", run.model, run.optimizer)
     expected = dict(saved.model.named_buffers())
@@ -490,8 +486,7 @@ def test_conjugate_and_negative_views_come_back_as_they_were(tmp_path: Path) -> 
 def test_a_sparse_buffer_is_left_out_where_the_state_dict_leaves_it_out(tmp_path: Path) -> None:
     net = Net()
     net.register_buffer("mask", torch.eye(3).bool().to_sparse(), persistent=False)
-    run = Run(tmp_path, net=net)
-    run.save(tmp_path / "saved")
+    run = Run(tmp_path, net=net).save(tmp_path / "saved")
     outsize.load(tmp_path / "saved", run.model, run.optimizer)
     run.train()
     net.register_buffer("mask", net.mask)
@@ -507,8 +502,7 @@ class Selects(Net):
 
 
 def test_a_model_may_name_its_parameters_by_a_method_of_its_own(tmp_path: Path) -> None:
-    run = Run(tmp_path, net=Selects())
-    run.save(tmp_path / "saved")
+    run = Run(tmp_path, net=Selects()).save(tmp_path / "saved")
     outsize.load(tmp_path / "saved", run.model, run.optimizer)
     outsize.export(tmp_path / "weights", run.model)
     with outsize.gathered(run.model):

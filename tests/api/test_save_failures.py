@@ -98,15 +98,13 @@ def test_a_full_disk_after_the_checkpoint_is_complete_is_the_next_updates_to_rai
             patch.setattr(disk.os, "posix_fallocate", full)
             with pytest.raises(OSError, match="No space left"):
                 run.train(2)
-    other = run_of(tmp_path, seed=1)
-    other.load(tmp_path / "ckpt")
+    other = run_of(tmp_path, seed=1).load(tmp_path / "ckpt")
     assert_same(plain.values(), other.values())
 
 
 @pytest.mark.parametrize("size", ["large"], indirect=True)  # small state is read back and compared instead
 def test_what_did_not_reach_the_drive_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = run_of(tmp_path).train()
-    run.save(tmp_path / "step-1")
+    run = run_of(tmp_path).train().save(tmp_path / "step-1")
 
     def broken(file: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
@@ -118,8 +116,7 @@ def test_what_did_not_reach_the_drive_stops_the_run(tmp_path: Path, monkeypatch:
             run.save(tmp_path / "step-2")
     with pytest.raises(RuntimeError, match="no longer whole"):
         run.train()
-    other = run_of(tmp_path, seed=1)
-    other.load(tmp_path)
+    other = run_of(tmp_path, seed=1).load(tmp_path)
     assert other.count == 1
 
 
@@ -129,8 +126,7 @@ def test_an_error_after_the_rename_leaves_the_earlier_checkpoint_as_it_was(
 ) -> None:
     if not exchange:
         monkeypatch.setattr(folder, "_exchange", lambda one, other: False)
-    run = run_of(tmp_path).train()
-    run.save(tmp_path / "ckpt")
+    run = run_of(tmp_path).train().save(tmp_path / "ckpt")
     saved, plain = run.values(), folder.sync
     run.train()
 
@@ -208,8 +204,7 @@ def test_a_file_in_the_place_of_a_folder_is_named(tmp_path: Path) -> None:
 
 
 def test_a_reader_keeps_what_it_opened_when_the_checkpoint_goes(tmp_path: Path) -> None:
-    run = run_of(tmp_path).train()
-    run.save(tmp_path / "step-1")
+    run = run_of(tmp_path).train().save(tmp_path / "step-1")
     files = [open(file, "rb") for file in sorted((tmp_path / "step-1").iterdir())]  # noqa: SIM115
     before = [file.read() for file in files]
     for step in (2, 3, 4):
@@ -241,8 +236,7 @@ def test_keep_leaves_links_and_whatever_else_lies_in_a_checkpoint(
 def test_a_clock_that_was_set_back_does_not_make_the_newest_the_oldest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = run_of(tmp_path).train()
-    run.save(tmp_path / "step-1")
+    run = run_of(tmp_path).train().save(tmp_path / "step-1")
 
     class Back(directory.datetime):  # type: ignore[misc, name-defined]
         @classmethod
@@ -256,8 +250,7 @@ def test_a_clock_that_was_set_back_does_not_make_the_newest_the_oldest(
 
 @pytest.mark.parametrize("text", ["zzz", "9999-12-31T23:59:59.999999+00:00", "2026-01-01T00:00:00"])
 def test_a_neighbour_of_an_impossible_time_is_the_oldest(text: str, tmp_path: Path) -> None:
-    run = run_of(tmp_path).train()
-    run.save(tmp_path / "step-1")
+    run = run_of(tmp_path).train().save(tmp_path / "step-1")
     manifest = tmp_path / "step-1" / "manifest.json"
     content = json.loads(manifest.read_text())
     content["saved_at"] = text
@@ -292,8 +285,7 @@ def test_a_name_that_begins_with_a_dot_is_refused(name: str, tmp_path: Path) -> 
 def test_an_interrupted_save_leaves_nothing_open_and_nothing_behind(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = run_of(tmp_path).train()
-    run.save(tmp_path / "step-1")
+    run = run_of(tmp_path).train().save(tmp_path / "step-1")
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
 
@@ -329,8 +321,7 @@ def test_a_runs_own_directories_are_refused(tmp_path: Path) -> None:
 def test_a_forked_child_does_not_wait_for_what_its_parent_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = run_of(tmp_path, "host").train()
-    run.save(tmp_path / "step-1")
+    run = run_of(tmp_path, "host").train().save(tmp_path / "step-1")
     gate_in, gate_out = os.pipe()
     plain, here = DataWriter.write, threading.get_ident()
 
@@ -359,9 +350,7 @@ def test_a_forked_child_does_not_wait_for_what_its_parent_writes(
 def test_a_forked_child_saves_and_loads_nothing(tier: str, tmp_path: Path) -> None:
     """Its parent does not know what it links or freezes, and would write over it. Right after a step an update may be
     on its way, which nobody brings in the child: that is no reason to wait for ever."""
-    run = run_of(tmp_path, tier).train()
-    run.save(tmp_path / "good")
-    run.train()
+    run = run_of(tmp_path, tier).train().save(tmp_path / "good").train()
     child = os.fork()
     if not child:
         signal.alarm(30)
@@ -485,8 +474,7 @@ def test_every_file_has_the_mode_that_the_umask_says(tier: str, tmp_path: Path) 
 def test_what_cannot_be_removed_is_no_failure_of_the_save(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = run_of(tmp_path).train()
-    run.save(tmp_path / "step-1")
+    run = run_of(tmp_path).train().save(tmp_path / "step-1")
     plain_rename, plain_sync = os.rename, folder.sync
 
     def rename(source: Any, target: Any) -> None:
@@ -513,9 +501,7 @@ def test_what_cannot_be_removed_is_no_failure_of_the_save(
 
 
 def test_a_manifest_that_is_no_regular_file_is_not_read(tmp_path: Path) -> None:
-    run = run_of(tmp_path).train()
-    run.save(tmp_path / "ckpts" / "step-1")
-    run.save(tmp_path / "ckpts" / "step-2")
+    run = run_of(tmp_path).train().save(tmp_path / "ckpts" / "step-1").save(tmp_path / "ckpts" / "step-2")
     manifest = tmp_path / "ckpts" / "step-2" / "manifest.json"
     manifest.rename(tmp_path / "elsewhere")
     manifest.symlink_to(tmp_path / "elsewhere")
@@ -546,8 +532,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_not_mixed_with_the_
 def test_a_write_protected_checkpoint_stays_in_sight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = run_of(tmp_path).train()
-    run.save(tmp_path / "step-1")
+    run = run_of(tmp_path).train().save(tmp_path / "step-1")
     plain = os.access
     # Whoever runs the tests may be root, who may write anywhere.
     monkeypatch.setattr(directory.os, "access", lambda path, mode: Path(path).name != "step-1" and plain(path, mode))

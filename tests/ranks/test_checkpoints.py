@@ -49,8 +49,9 @@ class Run:
             self.steps += 1
         return self
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path) -> Run:
         outsize.save(path, self.model, self.optimizer, {"step": self.steps, "rank": self.rank, "at": torch.ones(3)})
+        return self
 
     def load(self, path: Path) -> Any:
         extra = outsize.load(path, self.model, self.optimizer)
@@ -325,8 +326,7 @@ def test_any_number_of_ranks_loads_what_another_has_saved(tmp_path: Path) -> Non
 
 
 def save_copies(folder: str) -> dict[str, Tensor]:
-    run = Run(Setting(3, "host", mesh=(2, 2)), folder).train(2)
-    run.save(Path(folder) / "ckpt")
+    run = Run(Setting(3, "host", mesh=(2, 2)), folder).train(2).save(Path(folder) / "ckpt")
     outsize.export(Path(folder) / "model", run.model)
     dist.barrier()
     before = run.weights()
@@ -364,9 +364,7 @@ def test_ranks_that_save_to_different_places_are_refused(tmp_path: Path, mesh: t
 
 
 def fail_to_save(folder: str, who: int) -> str:
-    run = Run(Setting(3, "host"), folder).train(1)
-    run.save(Path(folder) / "good")
-    run.train(1)
+    run = Run(Setting(3, "host"), folder).train(1).save(Path(folder) / "good").train(1)
     if run.rank == who:
         plain = PlannedFile.write
 
@@ -418,9 +416,7 @@ def test_damage_is_found_on_every_rank_before_anything_changes(tmp_path: Path) -
 
 
 def killed_in_save(folder: str) -> None:
-    run = Run(Setting(3, "host"), folder).train(1)
-    run.save(Path(folder) / "good")
-    run.train(1)
+    run = Run(Setting(3, "host"), folder).train(1).save(Path(folder) / "good").train(1)
     if run.rank == 1:
         PlannedFile.write = lambda *_: os._exit(9)  # type: ignore[method-assign]
     with pytest.raises(RanksError, match="rank 1") as raised:
