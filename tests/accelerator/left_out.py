@@ -12,7 +12,6 @@ FORKS = "forks the process, and torch's threads do not come along"
 COLLECTIVES = "is about data parallelism of torch's own, which has no collectives for the device"
 
 CONJUGATES = "torch lets no conjugate view on such a device take the memory of a plain tensor"
-ACCELERATE = "accelerate does not know the device, and its Trainer moves the model to the CPU"
 BESIDE = "starts processes of its own, which compute on the CPU"
 HOST_MEMORY = "is about arrays in host memory"
 
@@ -75,7 +74,6 @@ LEFT_OUT = {
     "tests/durability/test_faults.py::test_a_fault_gives_the_right_bits_or_a_clear_error": DEVICE_BITS,
     "tests/durability/test_faults.py::test_late_and_reordered_requests_are_no_errors": DEVICE_BITS,
     "tests/models/test_around_the_loop.py::test_bf16_model_trains_like_one_with_masters_kept_by_hand": DEVICE_BITS,
-    "tests/models/test_around_the_loop.py::test_trains_under_the_trainer": ACCELERATE,
     "tests/optim/test_rules.py::test_states_that_come_from_a_checkpoint_go_where_the_parameter_is": DEFAULT_DEVICE,
 }
 LEFT_OUT |= {
