@@ -17,7 +17,7 @@ import outsize
 from outsize.run.buffers import unused
 from tests.conftest import take_step
 from tests.ranks.launching import in_turn, run_on_ranks
-from tests.ranks.training import Setting, assert_near, batches, made, make, prepared, same_bits, weights_of
+from tests.ranks.training import Setting, assert_near, batches, fields_of, made, make, prepared, same_bits, weights_of
 from tests.small_models import Built
 
 
