@@ -54,6 +54,9 @@ _PUNCH_HOLE = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE in <linu
 
 Work = Callable[[], None]
 
+Place = int | torch.Tensor
+"""Where whole pages lie in a file: side by side from this byte on, or under these numbers (int64, ascending)."""
+
 # Note [Whose directory]
 # Each run works in a sub-directory of its own that holds a file named `lock`, under a POSIX lock for as long as the
 # process lives; the kernel releases it however the process ends. POSIX locks are not inherited by forked data loader
@@ -335,42 +338,37 @@ class StripedFile:
             went = not _fallocate(self._files[index], _PUNCH_HOLE, offset, length) and went
         return went
 
-    def read(self, start: int, out: torch.Tensor, then: Work | None = None) -> DiskTransfer:
+    def read(self, place: Place, out: torch.Tensor, then: Work | None = None) -> DiskTransfer:
         """Start to fill `out`; `then` runs before anybody uses it."""
-        return self._start(DiskTransfer(self._engine, then=then), self._engine.read, start, out)
+        transfer, engine = DiskTransfer(self._engine, then=then), self._engine
+        return self._start(transfer, engine.read, engine.read_pages, place, out)
 
-    def write(self, start: int, source: torch.Tensor, beside: Work | None = None) -> DiskTransfer:
+    def write(self, place: Place, source: torch.Tensor, beside: Work | None = None) -> DiskTransfer:
         """Start to write `source`; `beside` runs meanwhile."""
-        return self._start(DiskTransfer(self._engine, beside, lane=WRITES), self._engine.write, start, source)
+        transfer, engine = DiskTransfer(self._engine, beside, lane=WRITES), self._engine
+        return self._start(transfer, engine.write, engine.write_pages, place, source)
 
     def _start(
-        self, transfer: DiskTransfer, begin: Callable[..., int], start: int, memory: torch.Tensor
+        self,
+        transfer: DiskTransfer,
+        begin: Callable[..., int],
+        begin_pages: Callable[..., int],
+        place: Place,
+        memory: torch.Tensor,
     ) -> DiskTransfer:
-        for index, offset, at, length in self._pieces(start, memory.numel()):
-            transfer.add(begin(self._files[index], offset, memory.data_ptr() + at, length), self._paths[index])
-        return transfer
-
-    def read_pages(self, pages: torch.Tensor, out: torch.Tensor, then: Work | None = None) -> DiskTransfer:
-        """Start to fill `out` with the pages of these numbers (int64, ascending), one after the other."""
-        return self._start_pages(DiskTransfer(self._engine, then=then), self._engine.read_pages, pages, out)
-
-    def write_pages(self, pages: torch.Tensor, source: torch.Tensor, beside: Work | None = None) -> DiskTransfer:
-        """Start to write `source` into the pages of these numbers (int64, ascending)."""
-        transfer = DiskTransfer(self._engine, beside, lane=WRITES)
-        return self._start_pages(transfer, self._engine.write_pages, pages, source)
-
-    def _start_pages(
-        self, transfer: DiskTransfer, begin: Callable[..., int], pages: torch.Tensor, memory: torch.Tensor
-    ) -> DiskTransfer:
-        """Each stripe lies in one file."""
+        address = memory.data_ptr()
+        if isinstance(place, int):
+            for index, offset, at, length in self._pieces(place, memory.numel()):
+                transfer.add(begin(self._files[index], offset, address + at, length), self._paths[index])
+            return transfer
         count = len(self._files)
-        stripes = pages // (STRIPE_BYTES // PAGE_BYTES) if count > 1 else torch.zeros_like(pages[:1])
+        stripes = place // (STRIPE_BYTES // PAGE_BYTES) if count > 1 else torch.zeros_like(place[:1])
         at = 0
-        for stripe, length in zip(*(each.tolist() for each in _runs_of(stripes, pages.numel())), strict=True):
-            row, index = divmod(stripe, count)
-            own = pages[at : at + length] - (stripe - row) * (STRIPE_BYTES // PAGE_BYTES)
-            address = memory.data_ptr() + at * PAGE_BYTES
-            transfer.add(begin(self._files[index], own.data_ptr(), length, address), self._paths[index])
+        for stripe, length in zip(*(each.tolist() for each in _runs_of(stripes, place.numel())), strict=True):
+            row, index = divmod(stripe, count)  # each stripe lies in one file
+            own = place[at : at + length] - (stripe - row) * (STRIPE_BYTES // PAGE_BYTES)
+            ticket = begin_pages(self._files[index], own.data_ptr(), length, address + at * PAGE_BYTES)
+            transfer.add(ticket, self._paths[index])
             at += length
         return transfer
 

@@ -13,7 +13,7 @@ from typing import final
 import torch
 
 from outsize import _native
-from outsize.move.disk import StripedFile
+from outsize.move.disk import Place, StripedFile
 from outsize.move.memory import PAGE_BYTES, HostBuffer
 from outsize.move.transfer import Transfer
 from outsize.planning.layout import round_up
@@ -41,9 +41,11 @@ Pages = slice | torch.Tensor
 """Some pages of a file, by their numbers (int64)."""
 
 
-def _pages(start: int, content: torch.Tensor) -> slice:
-    """Those of `content`, whole pages from byte `start` on."""
-    return slice(start // PAGE_BYTES, (start + content.numel()) // PAGE_BYTES)
+def _pages(place: Place, content: torch.Tensor) -> Pages:
+    """Those of `content`, whole pages."""
+    if isinstance(place, int):
+        return slice(place // PAGE_BYTES, (place + content.numel()) // PAGE_BYTES)
+    return place
 
 
 def sums_of(content: torch.Tensor) -> torch.Tensor:
@@ -192,43 +194,28 @@ class Generations:
         self._reserved.append((start, nbytes))
         self.now.file.preallocate(start, nbytes)
 
-    def read(self, start: int, out: torch.Tensor) -> Transfer:
-        check = partial(self.now.check, _pages(start, out), out) if self._verify else None
-        return self.now.file.read(start, out, check)
+    def read(self, place: Place, out: torch.Tensor) -> Transfer:
+        check = partial(self.now.check, _pages(place, out), out) if self._verify else None
+        return self.now.file.read(place, out, check)
 
     def touched(self, start: int, nbytes: int) -> torch.Tensor:
         """For each of these pages whether it may hold anything but zeros (bool [pages], a copy)."""
         return self.now.touched[start // PAGE_BYTES : (start + nbytes) // PAGE_BYTES].clone()
 
-    def read_pages(self, pages: torch.Tensor, out: torch.Tensor) -> Transfer:
-        """As `read`, of the pages of these numbers (int64, ascending)."""
-        check = partial(self.now.check, pages, out) if self._verify else None
-        return self.now.file.read_pages(pages, out, check)
-
-    def write_pages(self, pages: torch.Tensor, source: torch.Tensor) -> Transfer:
-        """As `write`, into the pages of these numbers (int64, ascending)."""
-        self._leave_frozen()
-        assert self._turned is None, "a file of which single pages are written has no turn under way"
-        record = partial(self.now.record, pages, source) if self._summed else None
-        return self.now.file.write_pages(pages, source, record)
-
-    def _leave_frozen(self) -> None:
+    def write(self, place: Place, source: torch.Tensor) -> Transfer:
         if self.frozen and self._turned is None:
             self.begin_turn()
             self.end_turn()
-
-    def write(self, start: int, source: torch.Tensor) -> Transfer:
-        self._leave_frozen()
         if self._turned is None:
-            return self._write(self.now, start, source)
+            return self._write(self.now, place, source)
         assert self._next is not None
-        self._turned[_pages(start, source)] = True
-        return self._write(self._next, start, source)
+        self._turned[_pages(place, source)] = True
+        return self._write(self._next, place, source)
 
-    def _write(self, generation: Generation, start: int, source: torch.Tensor) -> Transfer:
+    def _write(self, generation: Generation, place: Place, source: torch.Tensor) -> Transfer:
         """The page sums are taken while the write is under way: the memory does not change before it is over."""
-        record = partial(generation.record, _pages(start, source), source) if self._summed else None
-        return generation.file.write(start, source, record)
+        record = partial(generation.record, _pages(place, source), source) if self._summed else None
+        return generation.file.write(place, source, record)
 
     def freeze(self) -> None:
         """A checkpoint holds the bytes from now on."""

@@ -97,7 +97,7 @@ class Records:
         at = torch.searchsorted(pages, first) * PAGE_BYTES + start % PAGE_BYTES
         groups = (at // self._group)[:, None] + torch.arange(self.nbytes // self._group, device="cpu")
         content = HostBuffer(pages.numel() * PAGE_BYTES).bytes
-        return Reading(self, pages, groups.view(-1), content, self._file.read_pages(pages, content))
+        return Reading(self, pages, groups.view(-1), content, self._file.read(pages, content))
 
     def values_of(self, reading: Reading) -> Values:
         """The rows [n, width] of what was read. Blocks."""
@@ -114,7 +114,7 @@ class Records:
         records = torch.cat([values[name].contiguous().view(self._dtype) for name in self._arrays], 1)
         groups = self._groups(reading)
         groups.index_copy_(0, reading.groups, records.view(-1, groups.shape[1]))
-        return self._file.write_pages(reading.pages, reading.content)
+        return self._file.write(reading.pages, reading.content)
 
     def _groups(self, reading: Reading) -> torch.Tensor:
         return reading.content.view(self._dtype).view(-1, self._group // self._dtype.itemsize)
