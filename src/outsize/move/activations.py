@@ -10,7 +10,6 @@ import errno
 import math
 import time
 import weakref
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -37,33 +36,10 @@ PROBED_BYTES = 8 << 20
 """Which are moved out and back to see how fast that is."""
 
 
-class Place(ABC):
-    """Room for bytes that come and go: uint8, 1-D, on the computing device."""
-
-    @abstractmethod
-    def has_room(self, nbytes: int) -> bool:
-        """Whether so many bytes more can be put, as far as one can tell."""
-
-    @abstractmethod
-    def put(self, source: torch.Tensor) -> tuple[Any, Transfer]:
-        """Start to copy `source`; where it will lie, and a transfer that is over when `source` has been read."""
-
-    @abstractmethod
-    def get(self, where: Any, out: torch.Tensor) -> Callable[[], None]:
-        """Start to copy into `out`; returns a function after which the current stream may use it."""
-
-    @abstractmethod
-    def free(self, where: Any) -> None:
-        """The bytes are not wanted any more. The collector calls this on any thread."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Give everything back."""
-
-
 @final
-class HostPlace(Place):
-    """Pinned memory beside an accelerator. Each block is used again for as many bytes."""
+class HostPlace:
+    """Pinned memory beside an accelerator, for bytes (uint8, 1-D) that come and go. Each block is used again for as
+    many bytes."""
 
     def __init__(
         self, lanes: Lanes, ledger: Ledger, most: Callable[[], int], before_pinning: Callable[[], None] | None = None
@@ -75,15 +51,18 @@ class HostPlace(Place):
         self._free: deque[tuple[HostBuffer, Transfer]] = deque()  # each with the last copy out of it
 
     def has_room(self, nbytes: int) -> bool:
+        """Whether so many bytes more can be put, as far as one can tell."""
         return nbytes <= self._most() + sum(block.nbytes for block, _ in list(self._free))
 
     def put(self, source: torch.Tensor) -> tuple[Any, Transfer]:
+        """Start to copy `source`; where it will lie, and a transfer that is over when `source` has been read."""
         block = self._take(source.numel())
         self._lanes.follow(self._lanes.outgoing)
         going = self._lanes.bring_home(source, block.bytes)
         return [block, going], going
 
     def get(self, where: Any, out: torch.Tensor) -> Callable[[], None]:
+        """Start to copy into `out`; returns a function after which the current stream may use it."""
         block, before = where
         self._lanes.follow(self._lanes.incoming)
         self._lanes.incoming.wait_event(before.event)
@@ -93,6 +72,7 @@ class HostPlace(Place):
         return partial(self._lanes.wait_for, where[1].event)
 
     def free(self, where: Any) -> None:
+        """The bytes are not wanted any more. The collector calls this on any thread."""
         self._free.append(tuple(where))
 
     def _take(self, nbytes: int) -> HostBuffer:
@@ -133,8 +113,8 @@ class HostPlace(Place):
 
 
 @final
-class DiskPlace(Place):
-    """Space of a file, which is a hole where nothing lies. Bytes pass through the slabs of the conveyor."""
+class DiskPlace:
+    """The same in a file, which is a hole where nothing lies. Bytes pass through the slabs of the conveyor."""
 
     def __init__(self, file: StripedFile, conveyor: Conveyor, lanes: Lanes | None, ledger: Ledger) -> None:
         self._file, self._conveyor, self._lanes, self._ledger = file, conveyor, lanes, ledger
@@ -238,6 +218,9 @@ class DiskPlace(Place):
             return [EventTransfer(self._lanes.incoming.record_event())]
 
         return Step(read, deliver, 1)
+
+
+Place = HostPlace | DiskPlace
 
 
 @final

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -103,22 +102,12 @@ class Store(ABC):
         self.write(first, content).wait()
 
 
-@final
-@dataclass(frozen=True)
-class Window:
-    """Records [row, end) of a file, in the pages that hold them: memory for these, which begin at byte `first`."""
-
-    row: int
-    end: int
-    first: int
-    content: torch.Tensor
-
-    @classmethod
-    def over(cls, begin: int, end: int, stride: int) -> Iterator[Window]:
-        """Rows [begin, end), some at a time."""
-        for row in range(begin, end, most := max(WINDOW_BYTES // stride, 1)):
-            last, first = min(row + most, end), row * stride // PAGE_BYTES * PAGE_BYTES
-            yield cls(row, last, first, HostBuffer(round_up(last * stride, PAGE_BYTES) - first).bytes)
+def _windows(begin: int, end: int, stride: int) -> Iterator[tuple[range, int, torch.Tensor]]:
+    """Records [begin, end) of a file, some at a time: (which, the first byte of the pages that hold them, memory for
+    these pages)."""
+    for row in range(begin, end, most := max(WINDOW_BYTES // stride, 1)):
+        last, first = min(row + most, end), row * stride // PAGE_BYTES * PAGE_BYTES
+        yield range(row, last), first, HostBuffer(round_up(last * stride, PAGE_BYTES) - first).bytes
 
 
 @final
@@ -130,9 +119,9 @@ class Cells:
         self.file, self._base, self.nbytes, self.stride = file, base, nbytes, stride
 
     def read(self, start: int, out: torch.Tensor) -> Transfer:
-        for window in Window.over(*self.rows(start, out.numel()), self.stride):
-            self.file.read(window.first, window.content).wait()
-            cells, low, high, skipped = self.part(window, start, out.numel())
+        for rows, first, content in _windows(*self.rows(start, out.numel()), self.stride):
+            self.file.read(first, content).wait()
+            cells, low, high, skipped = self.part(rows, first, content, start, out.numel())
             if high - low == cells.numel():
                 out[low:high].view(cells.shape).copy_(cells)
             else:
@@ -147,12 +136,14 @@ class Cells:
         """(first, end) of the rows that have these bytes."""
         return (start - self._base) // self.nbytes, -(-(start - self._base + nbytes) // self.nbytes)
 
-    def part(self, window: Window, start: int, nbytes: int) -> tuple[torch.Tensor, int, int, int]:
+    def part(
+        self, rows: range, first: int, content: torch.Tensor, start: int, nbytes: int
+    ) -> tuple[torch.Tensor, int, int, int]:
         """The array's bytes in a window [rows, bytes]; which of the wanted bytes these are, behind how many others."""
-        at = int(window.content.storage_offset()) + window.row * self.stride + self._base - window.first
-        cells = window.content.as_strided((window.end - window.row, self.nbytes), (self.stride, 1), at)
-        start, before = start - self._base, window.row * self.nbytes
-        low, high = max(start, before), min(start + nbytes, window.end * self.nbytes)
+        at = int(content.storage_offset()) + rows.start * self.stride + self._base - first
+        cells = content.as_strided((len(rows), self.nbytes), (self.stride, 1), at)
+        start, before = start - self._base, rows.start * self.nbytes
+        low, high = max(start, before), min(start + nbytes, rows.stop * self.nbytes)
         return cells, low - start, high - start, low - before
 
 
@@ -160,16 +151,15 @@ def write_records(writes: Sequence[tuple[Cells, int, torch.Tensor]]) -> None:
     """Write bytes of the same rows of some arrays, each record once. Blocks."""
     file, stride = writes[0][0].file, writes[0][0].stride
     ((begin, end),) = {cells.rows(start, source.numel()) for cells, start, source in writes}
-    for window in Window.over(begin, end, stride):
-        first, content = window.first, window.content
+    for rows, first, content in _windows(begin, end, stride):
         kept = file.touched(first, content.numel())
         if sum(cells.nbytes for cells, _, _ in writes) == stride:  # but the first and the last row may be cut
-            whole = (window.row + 1) * stride - first, (window.end - 1) * stride - first
+            whole = (rows.start + 1) * stride - first, (rows.stop - 1) * stride - first
             kept[round_up(whole[0], PAGE_BYTES) // PAGE_BYTES : whole[1] // PAGE_BYTES] = False
         for at, nbytes in page_runs(kept, content.numel()):
             file.read(first + at, content[at : at + nbytes]).wait()
         for each, start, source in writes:
-            cells, low, high, skipped = each.part(window, start, source.numel())
+            cells, low, high, skipped = each.part(rows, first, content, start, source.numel())
             values = source[low:high]
             if high - low < cells.numel():  # within rows
                 values = cells.reshape(-1).clone()
