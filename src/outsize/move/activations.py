@@ -22,8 +22,8 @@ from outsize.move.conveyor import Conveyor, Job, Step
 from outsize.move.device import EventTransfer, Lanes
 from outsize.move.disk import StripedFile
 from outsize.move.generations import crc32c, merged
-from outsize.move.made_of import MadeOf
 from outsize.move.memory import PAGE_BYTES, HostBuffer, Ledger, copy
+from outsize.move.storages import MadeOf
 from outsize.move.transfer import ARRIVED, Transfer
 from outsize.planning.errors import RoomError
 from outsize.planning.layout import extent, round_up

@@ -13,7 +13,7 @@ from typing import Any, final
 
 import torch
 
-from outsize.move.made_of import MadeOf
+from outsize.move.storages import MadeOf
 
 LEAST_BYTES = 1 << 20
 """torch takes what is smaller from segments for small things."""

@@ -15,7 +15,6 @@ from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 from outsize import _native
 from outsize.move.codes import CodeKind, encode
 from outsize.optim.rules import Opened, Options, Piece, Rule, opened
-from outsize.optim.stepped import Stepped
 
 _CODES = {torch.float32: _native.FLOAT32, torch.bfloat16: _native.BFLOAT16, torch.float16: _native.FLOAT16}
 
@@ -261,6 +260,27 @@ def _refuse_options(name: str, **values: float) -> None:
 
 def initial_sum(options: Options) -> float:
     return options.number("initial_accumulator_value", least=0, default=0.0)
+
+
+class Stepped(torch.optim.Optimizer):
+    """An optimizer of ours that updates each parameter alone, where outsize does not run it itself."""
+
+    @abstractmethod
+    def _update(self, param: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """Update one parameter, and its `state`, which is empty before its first step."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Perform a single optimization step; return the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, param.grad, self.state[param], group)
+        return loss
 
 
 class Lion(Stepped):

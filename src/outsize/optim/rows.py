@@ -12,9 +12,8 @@ from outsize.move.grad_ops import AS_IT_IS
 from outsize.move.rows import sparse_rows
 from outsize.move.shard import SlotState, SlotUpdate, UnitShard
 from outsize.move.store import MASTER
-from outsize.optim.native import AdagradRule, AdamRule, adagrad_formula, adam_formula, initial_sum
+from outsize.optim.native import AdagradRule, AdamRule, Stepped, adagrad_formula, adam_formula, initial_sum
 from outsize.optim.rules import Opened, Options, Piece, Rule, join_master, split_master
-from outsize.optim.stepped import Stepped
 
 
 def update_rows(rule: Rule, shard: UnitShard, name: str, owed: SlotUpdate) -> None:

@@ -19,10 +19,10 @@ import torch
 from outsize.move.activations import ActivationStore
 from outsize.move.comm import Ranks
 from outsize.move.memory import Ledger
+from outsize.move.storages import Storages
 from outsize.planning.choice import Chosen, cheapest, segment_length
 from outsize.run.costs import MOST_FORMS, Cost, Figures, Key, Lease, Shapes
 from outsize.run.segments import Segments
-from outsize.run.storages import Storages
 
 # Note [Measured, then chosen]
 # A call of which nothing is known computes everything again, and counts what it would have kept. If the calls of all

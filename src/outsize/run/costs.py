@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from outsize.move.comm import collectives
+from outsize.move.storages import Storages
 from outsize.run.packing import packed
 from outsize.run.saved import Hooks, refusing_writes
-from outsize.run.storages import Storages
 
 if TYPE_CHECKING:
     from outsize.run.choice import Choice

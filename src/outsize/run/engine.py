@@ -21,9 +21,8 @@ from outsize.run.guard import Classes, hear_no_more, hear_of_gradients
 from outsize.run.local import is_distributed, local_gradient
 from outsize.run.owner import FORWARD, GATHERED, Owner, outside_inference
 from outsize.run.parameters import Parameters, Reference, grad_of, set_grad
-from outsize.run.reduction import Reduction
+from outsize.run.reduction import Reduction, StageGrad
 from outsize.run.saved import hooks_allowed, left_alone_by_dynamo, saving_by_reference
-from outsize.run.stage_norms import StageGrad
 from outsize.run.streamer import Streamer
 from outsize.run.tiles import Tiles
 from outsize.run.unit import Unit

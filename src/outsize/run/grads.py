@@ -310,10 +310,11 @@ def _unscale(grads: list[Any], found_inf: torch.Tensor, inverse_scale: torch.Ten
     sure = torch.isfinite(norms)
     doubtful = {id(grad) for grad, each in zip(grads, sure.tolist(), strict=True) if not each} if not sure.all() else ()
     finite = all(id(grad) not in doubtful or bool(torch.isfinite(grad).all()) for grad in plain)
-    if plain:  # with several ranks rows of tables, of which each has others
-        finite = resting[0].home.resting.on_every_rank(finite)
+    reduction = resting[0].home.resting.reduction
+    if plain and reduction is not None:  # rows of tables, of which each rank has others
+        finite = reduction.everywhere([finite])[0]
     finite = finite and all(id(grad) not in doubtful or grad.home.resting.all_finite(grad) for grad in resting)
-    if not resting[0].home.resting.in_every_stage(finite):
+    if not (finite if reduction is None else reduction.in_every_stage(finite)):
         found_inf.fill_(1.0)
     for grad in grads:
         grad.mul_(inverse_scale)

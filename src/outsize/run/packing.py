@@ -11,9 +11,8 @@ from typing import final
 
 import torch
 
-from outsize.move.made_of import MadeOf
+from outsize.move.storages import MadeOf, Storages
 from outsize.run.saved import Hooks, refusing_writes
-from outsize.run.storages import Storages
 
 LEAST_BYTES = 64 << 10
 """What is smaller is not worth the calls."""

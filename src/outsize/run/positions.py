@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.weak import TensorWeakRef
 
 from outsize.move.comm import collectives
+from outsize.move.storages import Storages
 from outsize.run.activations import Activations, Layer, is_transformed
 from outsize.run.layer_state import LayerState, version_of
 from outsize.run.parts import Parts, Random
-from outsize.run.storages import Storages
 
 LOOK = 16
 """A call whose widest result is smaller than this part of the budget is not looked at."""

@@ -10,9 +10,8 @@ import torch
 from outsize.move.grad_ops import vector_norm, wide_dtype
 from outsize.run.grads import RestingGrad
 from outsize.run.local import like
-from outsize.run.reduction import Reduction
+from outsize.run.reduction import Reduction, StageNorm
 from outsize.run.resting_place import RestingPlace
-from outsize.run.stage_norms import StageNorm
 from outsize.run.unit import Unit
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ class RestingGrads:
         self._unit = unit
         self._home = home
         self._place = place
-        self._reduction = reduction  # None with one rank
+        self.reduction = reduction  # None with one rank
         self._pairs: dict[str, list[RestingGrad]] = {}  # [current, spare]
 
     def make_ready(self) -> None:
@@ -65,15 +64,15 @@ class RestingGrads:
 
     def complete(self) -> None:
         """Make what a gradient at rest says of itself true of the whole gradient, on all ranks."""
-        if self._reduction is not None:
-            self._reduction.complete()
+        if self.reduction is not None:
+            self.reduction.complete()
         self._place.await_norms()
 
     def look(self, grad: RestingGrad) -> None:
         """The gradient is about to be asked or changed. Raises if it is not the parameter's any more."""
         if grad.stale or self._place.tiles:
             self.check_current(grad)
-        if self._reduction is not None or self._place.unknown:
+        if self.reduction is not None or self._place.unknown:
             self.complete()
 
     def value(self, grad: RestingGrad) -> torch.Tensor:
@@ -81,8 +80,8 @@ class RestingGrads:
         self.complete()
         dtype = self._unit.parameters[grad.label].dtype
         value = self.exact(grad)
-        if self._reduction is not None:
-            value = self._reduction.whole(self._unit.shard, grad.label, value)
+        if self.reduction is not None:
+            value = self.reduction.whole(self._unit.shard, grad.label, value)
         value = value.to(device=grad.device, dtype=dtype)
         return like(self._unit.parameters[grad.label], value.view(self._unit.shard.whole_slots[grad.label].shape))
 
@@ -96,26 +95,18 @@ class RestingGrads:
     def norm(self, grad: RestingGrad, order: float) -> torch.Tensor:
         """The vector norm of the values, operations applied, fp32, 0-d."""
         own = self.exact(grad)  # a copy: an update that is owed still reads the bytes
-        return vector_norm(own, order) if self._reduction is None else self._reduction.norm(own, order, grad.repeated)
+        return vector_norm(own, order) if self.reduction is None else self.reduction.norm(own, order, grad.repeated)
 
     def all_finite(self, grad: RestingGrad) -> bool:
         """Whether all values are finite, by looking at them."""
         own = self.exact(grad)
-        return bool(torch.isfinite(own).all()) if self._reduction is None else self._reduction.all_finite(own)
-
-    def on_every_rank(self, good: bool) -> bool:
-        """Whether it is so on every rank."""
-        return good if self._reduction is None else self._reduction.everywhere([good])[0]
-
-    def in_every_stage(self, good: bool) -> bool:
-        """Whether it is so in every stage of a pipeline."""
-        return good if self._reduction is None else self._reduction.in_every_stage(good)
+        return bool(torch.isfinite(own).all()) if self.reduction is None else self.reduction.all_finite(own)
 
     def of_stage(self, order: float, norm: torch.Tensor) -> torch.Tensor:
         """The gradient's norm, as a part of the norm over all stages of a pipeline where there are several."""
-        if self._reduction is None or self._reduction.ranks.stages is None:
+        if self.reduction is None or self.reduction.ranks.stages is None:
             return norm
-        return StageNorm.of(norm, order, 1, self._reduction)
+        return StageNorm.of(norm, order, 1, self.reduction)
 
     def next(self, name: str) -> RestingGrad | None:
         """What is the parameter's current gradient at rest from now on, yet to be filled; None on the device."""

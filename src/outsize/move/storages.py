@@ -1,15 +1,41 @@
-"""What was made of tensors, found again for as long as they have the same bytes."""
+"""The memory that tensors lie in: its bytes counted once, and what was made of it found again."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar, final
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 T = TypeVar("T")
+
+
+@final
+class Storages:
+    """Counts the bytes of memory that tensors lie in, each once."""
+
+    def __init__(self, there_anyway: Iterable[torch.Tensor] = ()) -> None:
+        self._seen: dict[int, StorageWeakRef] = {}  # as long as it is there, no other memory gets its number
+        self.nbytes = 0
+        for tensor in there_anyway:
+            self.add(tensor)
+        self.nbytes = 0
+
+    def add(self, tensor: torch.Tensor) -> bool:
+        """Whether it is new."""
+        if tensor.layout is not torch.strided:
+            self.nbytes += tensor.numel() * tensor.element_size()
+            return True
+        storage = tensor.untyped_storage()
+        reference = StorageWeakRef(storage)
+        is_new = self._seen.setdefault(reference.cdata, reference) is reference
+        self.nbytes += storage.nbytes() if is_new else 0
+        return is_new
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return tensor.layout is torch.strided and StorageWeakRef(tensor.untyped_storage()).cdata in self._seen
 
 
 @final
