@@ -31,7 +31,6 @@ from outsize.planning.layout import (
     Slot,
     UnitLayout,
     array_layout,
-    chunk_ranges,
 )
 from outsize.planning.placement import UnitTiers
 
@@ -405,7 +404,7 @@ def _bytes_of(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return values.to("cpu", dtype).reshape(-1).contiguous().view(torch.uint8)
 
 
-def read_step(shard: UnitShard, start: int, end: int, tile: tuple[Buffer, int] | None = None) -> Step:
+def _read_step(shard: UnitShard, start: int, end: int, tile: tuple[Buffer, int] | None = None) -> Step:
     """Parameters on their way from their store into the gathered buffer, or into that of a `tile`: with it the element
     of what rests here that would be its first."""
     params, buffer = shard.params, shard.buffer
@@ -469,26 +468,23 @@ class Gathering:
         return all(going.done() for going in self._going)
 
 
-def read_steps(shard: UnitShard, slab_bytes: int) -> Iterator[Step]:
+def read_steps(
+    shard: UnitShard, segment: Segment, start: int, end: int, slab_bytes: int, buffer: Buffer | None = None
+) -> Iterator[Step]:
+    """The elements [start, end) of a segment, whole pages, from their store into the gathered buffer. Into a `buffer`
+    of their own: with several ranks to where this rank's part is among as many of each."""
+    numel = READ_NUMEL  # of one read: large, but on an accelerator no more than a slab holds
+    if shard.device.type != "cpu":
+        numel = min(max(slab_bytes // segment.itemsize // PAGE_ELEMENTS * PAGE_ELEMENTS, PAGE_ELEMENTS), READ_NUMEL)
+    tile = None if buffer is None else (buffer, start - shard.rank * (end - start))
+    for low in range(start, end, numel):
+        yield _read_step(shard, low, min(low + numel, end), tile)
+
+
+def fetch_steps(shard: UnitShard, slab_bytes: int) -> Iterator[Step]:
     """The plain fetch of a unit: its store into its gathered buffer."""
     for segment in shard.layout.segments:
-        for start, end in chunk_ranges(segment, read_numel(shard, segment.itemsize, slab_bytes)):
-            yield read_step(shard, start, end)
-
-
-def read_tile(shard: UnitShard, start: int, end: int, buffer: Buffer, slab_bytes: int) -> Iterator[Step]:
-    """The fetch of the elements [start, end), whole pages, into a buffer of their own: with several ranks to where this
-    rank's part is among as many of each."""
-    numel = read_numel(shard, shard.segment_at(start).itemsize, slab_bytes)
-    for low in range(start, end, numel):
-        yield read_step(shard, low, min(low + numel, end), (buffer, start - shard.rank * (end - start)))
-
-
-def read_numel(shard: UnitShard, itemsize: int, slab_bytes: int) -> int:
-    """Elements of one plain read: large, but on an accelerator no more than a slab holds."""
-    if shard.device.type == "cpu":
-        return READ_NUMEL
-    return min(max(slab_bytes // itemsize // PAGE_ELEMENTS * PAGE_ELEMENTS, PAGE_ELEMENTS), READ_NUMEL)
+        yield from read_steps(shard, segment, segment.start, segment.end, slab_bytes)
 
 
 def own_rows(shard: UnitShard, name: str, key: str) -> slice | None:

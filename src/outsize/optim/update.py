@@ -22,8 +22,7 @@ from outsize.move.shard import (
     SlotState,
     SlotUpdate,
     UnitShard,
-    read_numel,
-    read_step,
+    read_steps,
 )
 from outsize.move.store import DTYPES, MASTER, MASTER_BYTES, OWN_BYTES, STATE_BYTES, Store
 from outsize.move.tracing import ended
@@ -139,12 +138,12 @@ class ChunkUpdater:
             position = segment.start
             for chunk in chunks:
                 if fetch:
-                    yield from self._reads(shard, segment, position, chunk.start)
+                    yield from read_steps(shard, segment, position, chunk.start, self._slab_bytes)
                 update = ChunkUpdate(self, shard, pending, chunk, fetch)
                 yield Step(update.begin, update.finish, update.slabs)
                 position = chunk.end
             if fetch:
-                yield from self._reads(shard, segment, position, segment.end)
+                yield from read_steps(shard, segment, position, segment.end, self._slab_bytes)
         kept: list[HostBuffer] = []  # until they are written
         if moving:
             yield Step(finish=lambda: [each.give_back(kept) for each in moving])
@@ -152,11 +151,6 @@ class ChunkUpdater:
             yield Step(finish=partial(_end_turns, turning))
         for slot in plan.empty:
             self._count_step(shard, slot, pending[slot.name])
-
-    def _reads(self, shard: UnitShard, segment: Segment, start: int, end: int) -> Iterator[Step]:
-        numel = read_numel(shard, segment.itemsize, self._slab_bytes)
-        for low in range(start, end, numel):
-            yield read_step(shard, low, min(low + numel, end))
 
     def _plan_of(self, shard: UnitShard, pending: Pending) -> Plan:
         names = tuple(pending)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf, isfinite, nan
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
@@ -305,19 +305,34 @@ def _unscale(grads: list[Any], found_inf: torch.Tensor, inverse_scale: torch.Ten
     """What `torch.amp.GradScaler` does before a step: note what is not finite, divide by the loss scale."""
     resting = [grad for grad in grads if isinstance(grad, RestingGrad)]
     plain = [grad for grad in grads if not isinstance(grad, RestingGrad)]
-    norms = torch.stack([norm.to(found_inf.device, torch.float32) for norm in _norms(grads)])
-    # A norm is of elements that are not finite, or of large ones whose squares overflow.
-    sure = torch.isfinite(norms)
-    doubtful = {id(grad) for grad, each in zip(grads, sure.tolist(), strict=True) if not each} if not sure.all() else ()
-    finite = all(id(grad) not in doubtful or bool(torch.isfinite(grad).all()) for grad in plain)
-    reduction = resting[0].home.resting.reduction
+    finite, reduction = not not_finite(plain), resting[0].home.resting.reduction
     if plain and reduction is not None:  # rows of tables, of which each rank has others
         finite = reduction.everywhere([finite])[0]
-    finite = finite and all(id(grad) not in doubtful or grad.home.resting.all_finite(grad) for grad in resting)
+    finite = finite and not not_finite(resting)
     if not (finite if reduction is None else reduction.in_every_stage(finite)):
         found_inf.fill_(1.0)
     for grad in grads:
         grad.mul_(inverse_scale)
+
+
+def not_finite(grads: Sequence[torch.Tensor]) -> list[int]:
+    """Which of some gradients are not finite, by number. A norm is of elements that are not finite, or of large ones
+    whose squares overflow: then the elements tell."""
+    norms = {at: grad.finite for at, grad in enumerate(grads) if isinstance(grad, RestingGrad)}
+    plain = {at: grad for at, grad in enumerate(grads) if at not in norms and grad.numel()}
+    norms |= zip(plain, torch._foreach_norm(list(plain.values())) if plain else (), strict=True)
+    if not norms:
+        return []
+    # Some gradients may be in host memory, others on an accelerator.
+    device = next((norm.device for norm in norms.values() if norm.device.type != "cpu"), torch.device("cpu"))
+    good = torch.isfinite(torch.stack([norm.to(device) for norm in norms.values()]))
+    doubtful = [at for at, each in zip(norms, good.tolist(), strict=True) if not each] if not good.all() else ()
+    return [at for at in doubtful if not _is_finite(grads[at])]
+
+
+def _is_finite(grad: torch.Tensor) -> bool:
+    """By looking at the elements."""
+    return grad.home.resting.all_finite(grad) if isinstance(grad, RestingGrad) else bool(torch.isfinite(grad).all())
 
 
 # Note [What adds to a gradient at rest]
@@ -326,21 +341,17 @@ def _unscale(grads: list[Any], found_inf: torch.Tensor, inverse_scale: torch.Ten
 # `grad + more` leaves the gradient as it is, so its values are needed; so they are where it is added to another tensor.
 
 
-def _add_(grad: Any, more: Any, *, alpha: Any = 1) -> RestingGrad:
-    return _contribute(aten.add_.Tensor, grad, more, alpha)
-
-
 def _add(grad: Any, more: Any, *, alpha: Any = 1) -> RestingGrad:
     if not (in_backward() and torch.is_grad_enabled()):
         raise _needs_values(aten.add.Tensor, (grad, more))
-    return _contribute(aten.add.Tensor, grad, more, alpha)
+    return _add_(grad, more, alpha=alpha)
 
 
-def _contribute(func: Any, grad: Any, more: Any, alpha: Any) -> RestingGrad:
+def _add_(grad: Any, more: Any, *, alpha: Any = 1) -> RestingGrad:
     """Add a tensor that is not at rest to a gradient that is. See Note [What adds to a gradient at rest]."""
     plain = isinstance(more, torch.Tensor) and not isinstance(more, RestingGrad)
     if not isinstance(grad, RestingGrad) or not plain or alpha != 1:
-        raise _needs_values(func, (grad, more))
+        raise _needs_values(aten.add_.Tensor, (grad, more))
     grad.home.add(grad, more if more.shape == grad.shape else more.expand(grad.shape).contiguous())
     return grad
 

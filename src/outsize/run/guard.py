@@ -507,21 +507,21 @@ def _name_of(func: Any) -> str:
 
 
 def guarded_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    found: list[Any] = []
-    _collect(args, found)
-    if kwargs:
-        _collect(kwargs.values(), found)
-    return found
+    return among(Guarded, [*args, *kwargs.values()] if kwargs else args)
 
 
-def _collect(values: Iterable[Any], found: list[Any]) -> None:
+def among(kind: type, values: Iterable[Any], found: list[Any] | None = None) -> list[Any]:
+    """The objects of this class among some values, in lists of any class, tuples and dicts too, which torch's functions
+    take."""
+    found = [] if found is None else found
     for value in values:
-        if isinstance(value, Guarded):
+        if isinstance(value, kind):
             found.append(value)
         elif isinstance(value, (list, tuple)):
-            _collect(value, found)
+            among(kind, value, found)
         elif isinstance(value, dict):
-            _collect(value.values(), found)
+            among(kind, value.values(), found)
+    return found
 
 
 _AUGMENTED = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__imod__", "__iand__", "__ior__"}
@@ -530,13 +530,8 @@ _AUGMENTED |= {"__ixor__", "__ifloordiv__", "__ilshift__", "__irshift__", "__ima
 
 def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The guarded tensors that the operation of this name modifies."""
-    found: list[torch.Tensor] = []
-    if "out" in kwargs:
-        _collect([kwargs["out"]], found)
     in_place = (name.endswith("_") and not name.endswith("__")) or name in _AUGMENTED
-    if in_place and args:
-        _collect([args[0]], found)
-    return found
+    return among(Guarded, [*([kwargs["out"]] if "out" in kwargs else ()), *(args[:1] if in_place else ())])
 
 
 def _wrap(gates: Iterable[Engine], result: Any) -> Any:

@@ -22,7 +22,7 @@ from outsize.move.memory import Ledger, give_back_pages, keep_huge_pages_inside,
 from outsize.move.transfer import Transfer
 from outsize.planning.errors import BudgetError
 from outsize.planning.sizes import format_bytes
-from outsize.run.guard import METADATA, TO_NUMPY
+from outsize.run.guard import METADATA, TO_NUMPY, among
 from outsize.run.mapped_files import MappedFiles, is_modified
 
 ACCOUNT = "host/parameters"
@@ -462,17 +462,8 @@ def _run(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if name in ("__get__", "__set__"):
         name = f".{func.__self__.__name__}"
     with torch._C.DisableTorchFunctionSubclass(), ExitStack() as held:
-        for param in {id(param): param for param in _paged((args, kwargs))}.values():
+        for param in {id(param): param for param in among(PagedParameter, (args, kwargs))}.values():
             held.enter_context(param.pager.in_memory(param, name))
         if func in TO_NUMPY and not args[0].requires_grad:
             args = (args[0].detach(), *args[1:])  # the array keeps this alias, which the use counts show
         return func(*args, **kwargs)
-
-
-def _paged(value: Any) -> Iterator[PagedParameter]:
-    """In lists of any class, which torch's functions take, too."""
-    if isinstance(value, PagedParameter):
-        yield value
-    elif isinstance(value, (list, tuple, dict)):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _paged(each)

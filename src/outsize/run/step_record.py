@@ -16,7 +16,7 @@ from outsize.move.shard import Pending, SlotUpdate
 from outsize.move.store import MASTER
 from outsize.optim.worker import NO_OPTIONS, differs
 from outsize.run.buffers import collecting_dtype
-from outsize.run.grads import RestingGrad
+from outsize.run.grads import RestingGrad, not_finite
 from outsize.run.local import expect_dense, is_distributed, local_gradient
 from outsize.run.parameters import grad_of
 from outsize.run.reduction import Reduction
@@ -114,7 +114,7 @@ def check_masters(pendings: Mapping[Unit, Pending]) -> None:
 
 def check_finite(pendings: Mapping[Unit, Pending], factor: float, reduction: Reduction | None) -> None:
     """Raise unless all gradients are finite, and stay so when a loss scale's `factor` is taken out."""
-    bad = not_finite(pendings) if isfinite(factor) else [name for pending in pendings.values() for name in pending]
+    bad = _bad_in(pendings) if isfinite(factor) else [name for pending in pendings.values() for name in pending]
     rows = [name for unit, pending in pendings.items() if unit.owners is not None for name in pending]
     if rows and reduction is not None:  # of which each rank has looked at its own
         good = reduction.everywhere([name not in bad for name in rows])
@@ -137,7 +137,7 @@ def check_finite(pendings: Mapping[Unit, Pending], factor: float, reduction: Red
 
 def check_finite_in_backward(unit: Unit, pending: Pending, applied: dict[Unit, Pending], count: int) -> None:
     """Raises before an update in the backward, with `applied`, those before it, forgotten. `count`: of all units."""
-    if bad := not_finite({unit: pending}):
+    if bad := _bad_in({unit: pending}):
         updated = len(applied)
         applied.clear()
         raise FloatingPointError(
@@ -156,42 +156,18 @@ def average_rows(pendings: Mapping[Unit, Pending], reduction: Reduction) -> None
             pending[name] = replace(owed, loose=unit.owners.mean(owed.loose, dtype))
 
 
-def not_finite(pendings: Mapping[Unit, Pending]) -> list[str]:
-    """The parameters whose gradients are not."""
-    names: list[tuple[Unit, str]] = []
-    norms: list[torch.Tensor] = []
-    plain: list[tuple[tuple[Unit, str], torch.Tensor]] = []
+def _bad_in(pendings: Mapping[Unit, Pending]) -> list[str]:
+    """The parameters whose gradients are not finite."""
+    grads: dict[str, torch.Tensor] = {}
     for unit, pending in pendings.items():
         for name, owed in pending.items():
             grad = grad_of(unit.parameters[name])
             if isinstance(grad, RestingGrad):
-                names.append((unit, name))
-                norms.append(grad.finite)
-            elif owed.loose is not None and owed.loose.numel():
-                plain.append(((unit, name), _values_of(owed.loose)))
-    if plain:
-        names += [name for name, _ in plain]
-        norms += torch._foreach_norm([grad for _, grad in plain])
-    # Some gradients may be in host memory, others on an accelerator.
-    device = next((norm.device for norm in norms if norm.device.type != "cpu"), torch.device("cpu"))
-    good = torch.isfinite(torch.stack([norm.to(device) for norm in norms])) if norms else torch.ones(0, device="cpu")
-    if good.all():
-        return []
-    doubtful = [name for name, each in zip(names, good.tolist(), strict=True) if not each]
-    return [name for unit, name in doubtful if not _is_finite(unit, name, pendings[unit][name])]
-
-
-def _is_finite(unit: Unit, name: str, owed: SlotUpdate) -> bool:
-    """The sum of squares of large elements may overflow: look at the elements."""
-    grad = unit.parameters[name].grad
-    if isinstance(grad, RestingGrad):
-        return grad.home.resting.all_finite(grad)
-    assert owed.loose is not None
-    return bool(torch.isfinite(_values_of(owed.loose)).all())
-
-
-def _values_of(grad: torch.Tensor) -> torch.Tensor:
-    return grad._values() if grad.is_sparse else grad
+                grads[name] = grad
+            elif owed.loose is not None:
+                grads[name] = owed.loose._values() if owed.loose.is_sparse else owed.loose
+    names = list(grads)
+    return [names[at] for at in not_finite(list(grads.values()))]
 
 
 def check_promises(applied: Mapping[Unit, Pending], groups: Mapping[int, dict[str, Any]]) -> None:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from outsize.move.buffer import Buffer
 from outsize.move.conveyor import Conveyor, Job, Step
 from outsize.move.memory import Ledger
-from outsize.move.shard import Gathering, read_tile
+from outsize.move.shard import Gathering, read_steps
 from outsize.move.store import DTYPES
 from outsize.planning.layout import page_range
 from outsize.run.buffers import collecting_dtype
@@ -159,7 +159,8 @@ class Tiles:
     def _read(self, part: Tile, buffer: Buffer) -> tuple[Job, Gathering | None]:
         buffer.materialize()
         shard, gathering = self.unit.shard, None
-        steps = read_tile(shard, *self._span(part), buffer, self._conveyor.slab_bytes)
+        start, end = self._span(part)
+        steps = read_steps(shard, shard.segment_at(start), start, end, self._conveyor.slab_bytes, buffer)
         if shard.ranks > 1 and self._reduction is not None:
             gathering = Gathering(shard, self._reduction.ranks, (buffer, self._numel(part), part.start))
             steps = chain(steps, [Step(finish=gathering.start)])

@@ -15,7 +15,7 @@ import torch
 from outsize.move.comm import Ranks
 from outsize.move.conveyor import Conveyor, Job, Step
 from outsize.move.owners import Owners
-from outsize.move.shard import Gathering, Pending, UnitShard, read_steps
+from outsize.move.shard import Gathering, Pending, UnitShard, fetch_steps
 from outsize.move.tracing import begun, ended
 from outsize.optim.update import ChunkUpdater
 from outsize.planning.trace import IN
@@ -141,7 +141,7 @@ class Unit:
                 lanes.follow(lanes.incoming, lanes.outgoing)
             steps = updater.steps(self.shard, pending, fetch)
         else:
-            steps = read_steps(self.shard, slab_bytes)
+            steps = fetch_steps(self.shard, slab_bytes)
         steps = self._gathered(steps)
         light = self._ranks is None and updater is not None and updater.is_light(self.shard)
         self.submit(conveyor, steps, light)
@@ -152,7 +152,7 @@ class Unit:
         pending, self.pending = self.pending, {}
         self.submit(conveyor, updater.steps(self.shard, pending, fetch=False))
         if self.state is Residency.RESIDENT:  # somebody has gathered it
-            self.submit(conveyor, self._gathered(read_steps(self.shard, slab_bytes)))
+            self.submit(conveyor, self._gathered(fetch_steps(self.shard, slab_bytes)))
         self.state = Residency.FETCHING
 
     def _gathered(self, steps: Iterator[Step]) -> Iterator[Step]:
