@@ -72,7 +72,9 @@ class Activations:
         forward runs as it is: once is enough.
         `RuntimeError` where the layer changes its input in place, which is the caller's and cannot be put back.
         """
-        parts = Parts(self.micro_batches, int(_is_batch_second(module)))
+        # Some of torch's layers have the sequence as the first dimension and the batch as the second.
+        batch_second = any(getattr(each, "batch_first", None) is False for each in module.modules())
+        parts = Parts(self.micro_batches, int(batch_second))
         return Layer(module, repr(name), forward, mode, parts, self)
 
     def saving_inputs(
@@ -364,11 +366,6 @@ def _own_errors(record: Record) -> Iterator[None]:
         raise
     finally:
         raised.clear()  # an error kept here would keep what was running
-
-
-def _is_batch_second(module: nn.Module) -> bool:
-    """Whether the layer is one of torch's with the sequence as the first dimension and the batch as the second."""
-    return any(getattr(each, "batch_first", None) is False for each in module.modules())
 
 
 def _tensors(values: Iterable[Any], nested: bool = True) -> list[torch.Tensor]:

@@ -90,7 +90,8 @@ class Lookahead:
             while following is not ended:
                 batch, following = following, next(batches, ended)
                 with self._engine.owner.turn("outsize.lookahead"), self._engine.streamer.live.waiting():
-                    self._land()
+                    for table in self._tables:
+                        table.rows.land()
                     if following is not ended:
                         self._prefetch(following)
                 for table in self._tables:
@@ -100,10 +101,6 @@ class Lookahead:
         finally:
             for table in self._tables:
                 table.seen = None
-
-    def _land(self) -> None:
-        for table in self._tables:
-            table.rows.land()
 
     def _prefetch(self, batch: Any) -> None:
         given: Mapping[str, torch.Tensor] = {} if self._ids_of is None else self._ids_of(batch)

@@ -101,11 +101,13 @@ class Attached:
             with self._owner.turn("optimizer.step()"):
                 return self._step(args, kwargs)
         except BaseException:
-            self._forget_scaling()
+            for name in ("grad_scale", "found_inf"):
+                vars(self._optimizer).pop(name, None)
             raise
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._overflowed():
+        found_inf = getattr(self._optimizer, "found_inf", None)
+        if found_inf is not None and bool(found_inf):
             self._stepper.skipped_steps += 1
             return None
         optimizer: Any = self._optimizer
@@ -139,10 +141,6 @@ class Attached:
     # plain optimizer is not called for a step that is skipped, and its hooks see gradients without the scale: so do
     # these. Where the step is refused it is put back, within rounding.
 
-    def _overflowed(self) -> bool:
-        found = getattr(self._optimizer, "found_inf", None)
-        return found is not None and bool(found)
-
     def _unscale_by(self) -> float:
         scale = getattr(self._optimizer, "grad_scale", None)
         return 1.0 if scale is None else float(torch.as_tensor(scale).double().reciprocal().float())
@@ -166,10 +164,6 @@ class Attached:
             for param in chain(*(group["params"] for group in self._optimizer.param_groups)):
                 if param.grad is not None:
                     param.grad.mul_(factor)
-
-    def _forget_scaling(self) -> None:
-        for name in ("grad_scale", "found_inf"):
-            vars(self._optimizer).pop(name, None)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a plain optimizer's state dict: hyper-parameters, arrays and step counts.

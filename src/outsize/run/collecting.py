@@ -216,32 +216,32 @@ class Collector:
         """Start to reduce what was collected, on every rank; this rank's part is laid to rest when it is there.
 
         `all_of_it`: every rank does, whatever it has collected."""
-        trainable = [name for name, param in self._unit.parameters.items() if all_of_it and self._trains(name, param)]
+        whole = self._unit.shard.whole
+        trainable = [  # alike on every rank
+            name
+            for name, param in self._unit.parameters.items()
+            if all_of_it and (param.requires_grad or whole.segment_of(self._unit.shard.whole_slots[name]).trainable)
+        ]
         if self._whole is None and trainable:
             self._whole = self._begin()
         if self._whole is None:
             return
-        whole, self._whole = self._whole, None
+        gradients, self._whole = self._whole, None
         expected, self._expected = self._expected, {}
         fresh, self._fresh = self._fresh, set()
         for name, grad in expected.items():
             if self._unit.parameters[name].grad is not grad:
-                whole.forget(name)
-        if not whole.names and not trainable:  # all were thrown away, as on every rank
-            whole.close()
+                gradients.forget(name)
+        if not gradients.names and not trainable:  # all were thrown away, as on every rank
+            gradients.close()
             return
         try:
-            whole.start(trainable)
+            gradients.start(trainable)
         except BaseException:
-            whole.keep()  # a collective may still write to it
+            gradients.keep()  # a collective may still write to it
             self._withdraw(expected, fresh)
             raise
-        self._reduction.launched(whole, lambda: self._lay_to_rest(whole, expected, fresh))
-
-    def _trains(self, name: str, param: torch.Tensor) -> bool:
-        """Alike on every rank."""
-        whole = self._unit.shard.whole
-        return param.requires_grad or whole.segments[self._unit.shard.whole_slots[name].segment].trainable
+        self._reduction.launched(gradients, lambda: self._lay_to_rest(gradients, expected, fresh))
 
     def _lay_to_rest(self, whole: WholeGradients, expected: dict[str, RestingGrad], fresh: set[str]) -> None:
         try:

@@ -169,7 +169,8 @@ class Engine:
                 self.streamer.acquire(unit)
         elif self.frames:
             self.streamer.acquire(unit)
-            self._hold(unit)
+            scope = self._scopes[unit.index]
+            next((each for each in self.frames if id(each.module) in scope), self.frames[-1]).hold(unit)
         elif in_backward():
             self._acquire_in_backward(unit)
         elif unit.holds or unit.always_resident:
@@ -235,11 +236,6 @@ class Engine:
         self.streamer.end_round()
         self.streamer.room.return_excess()
         self.streamer.schedule.begin("train" if torch.is_grad_enabled() else "eval")
-
-    def _hold(self, unit: Unit) -> None:
-        scope = self._scopes[unit.index]
-        frame = next((each for each in self.frames if id(each.module) in scope), self.frames[-1])
-        frame.hold(unit)
 
     # -- around the loop ---------------------------------------------------------------------------------------------
 

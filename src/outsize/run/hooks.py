@@ -83,7 +83,7 @@ def install(
         elif "forward" in ours:
             ours["_call_impl"] = _unframed(module)
         if isinstance(module, nn.RNNBase):
-            ours["flatten_parameters"] = _leave_parameters
+            ours["flatten_parameters"] = lambda: None  # it lets cuDNN move weights to memory of its own
         if any(True for _ in module.parameters()):
             ours |= {"_apply": _checked_apply(engine, module), "_load_from_state_dict": _checked_load(module)}
             ours["_save_to_state_dict"] = _listed(engine, module)
@@ -233,10 +233,6 @@ def _listed(engine: Engine, module: nn.Module) -> Callable[..., None]:
             engine.listing = before
 
     return listed
-
-
-def _leave_parameters() -> None:
-    """In place of `flatten_parameters`, which lets cuDNN move the weights to memory of its own, also in `.to(...)`."""
 
 
 _Optimizer = torch.optim.Optimizer

@@ -287,16 +287,12 @@ class StageNorm(torch.Tensor):
         if func is torch.Tensor.to:
             return cls.of(result, args[0].order, args[0].gradients, args[0].reduction)
         if func is torch.stack:
-            return _stacked(args[0], result)
+            first = next(each for each in args[0] if isinstance(each, cls))
+            return cls.of(result, first.order, len(args[0]), first.reduction)
         if func is torch.linalg.vector_norm and _order(*args, **(kwargs or {})) == args[0].order:
             whole = args[0].gradients == args[0].reduction.present()
             return args[0].reduction.over_stages(result, args[0].order) if whole else result
         return result
-
-
-def _stacked(norms: Sequence[torch.Tensor], result: torch.Tensor) -> StageNorm:
-    first = next(each for each in norms if isinstance(each, StageNorm))
-    return StageNorm.of(result, first.order, len(norms), first.reduction)
 
 
 def _order(_: Any, ord: float = 2.0, *__: Any, **___: Any) -> float:

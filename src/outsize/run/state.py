@@ -170,7 +170,8 @@ class OptimizerState(MutableMapping[torch.Tensor, dict[str, Any]]):
                 unit, slot = self._parameters.unit_of(param)
                 if was_stepped(unit.shard, slot.name) and unit.shard.array(MASTER, slot):
                     unit.await_written()
-                    master = _master_of(unit.shard, slot).view(slot.shape)
+                    rest = unit.shard.read_array(unit.shard.arrays[MASTER], slot.offset, slot.end)
+                    master = join_master(unit.shard.read_weight(slot.name), rest).view(slot.shape)
                     entry = found["state"].setdefault(index, {})  # there is none for SGD without momentum
                     entry[MASTER_KEY] = master if unit.shard.ranks > 1 else copy_like(param, master)
         return found
@@ -286,12 +287,6 @@ def was_stepped(shard: UnitShard, name: str) -> bool:
 
 def _has_state(shard: UnitShard, name: str) -> bool:
     return was_stepped(shard, name) and bool(shard.slot_states[name].scalars or shard.has_state)
-
-
-def _master_of(shard: UnitShard, slot: Slot) -> torch.Tensor:
-    """The fp32 values that a 16-bit parameter is the rounding of, as far as they rest here, 1-D."""
-    rest = shard.read_array(shard.arrays[MASTER], slot.offset, slot.end)
-    return join_master(shard.read_weight(slot.name), rest)
 
 
 def _store_master(shard: UnitShard, slot: Slot, value: torch.Tensor) -> None:

@@ -25,11 +25,6 @@ from outsize.run.unit import Unit
 from outsize.run.unit_gradients import UnitGradients
 
 
-def is_plain(grad: torch.Tensor) -> bool:
-    """Whether every rank has the whole of it: neither rows of a table nor a part along a dimension."""
-    return grad.layout is torch.strided and not is_distributed(grad)
-
-
 def owed_to(unit: Unit, name: str, grad: torch.Tensor, hyper: dict[str, object], home: UnitGradients) -> SlotUpdate:
     """The update by this gradient, with the operations that were done to it so far. Raises for one at rest that is
     another parameter's: the bytes that the update reads are this one's."""
@@ -71,7 +66,8 @@ def told(pendings: Mapping[Unit, Pending], factor: float) -> dict[str, str]:
         for name, owed in pending.items():
             grad = unit.parameters[name].grad
             sums = f", the sum of {grad.reductions}," if isinstance(grad, RestingGrad) else ""
-            if isinstance(grad, torch.Tensor) and not isinstance(grad, RestingGrad) and is_plain(grad):
+            whole = isinstance(grad, torch.Tensor) and grad.layout is torch.strided and not is_distributed(grad)
+            if grad is not None and whole and not isinstance(grad, RestingGrad):  # no rows of a table, and no part
                 content = grad.detach().as_subclass(torch.Tensor).cpu().contiguous()
                 sums = f" that was set, not left by a backward, with checksum {crc32c(content):08x},"
             hyper = known.get(id(owed.hyper))

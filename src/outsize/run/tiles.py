@@ -414,10 +414,6 @@ def _indexing(weight: torch.Tensor, index: Any) -> Any:
     return _Rows(), torch.where(index < 0, index + weight.shape[0], index), weight, None
 
 
-def _selection(input: torch.Tensor, dim: int, index: torch.Tensor) -> Any:
-    return _indexing(input, index) if dim == 0 else None
-
-
 def _convolution(
     function: Any,
     input: torch.Tensor,
@@ -441,6 +437,9 @@ def _convolution(
 _READERS: dict[Any, Callable[..., Any]] = {
     F.linear: _linear,
     torch.Tensor.__getitem__: _indexing,
-    **dict.fromkeys((torch.index_select, torch.Tensor.index_select), _selection),
+    **dict.fromkeys(
+        (torch.index_select, torch.Tensor.index_select),
+        lambda input, dim, index: _indexing(input, index) if dim == 0 else None,
+    ),
     **{function: partial(_convolution, function) for function in _CONVOLUTIONS},
 }
