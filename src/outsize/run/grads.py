@@ -89,9 +89,7 @@ class RestingGrad(torch.Tensor):
             )
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Clipping asks each gradient: it gets its answer without a way through torch's dispatcher."""
         answer = _OFTEN.get(func)
         if answer is not None and type(args[0]) is cls:
@@ -99,9 +97,7 @@ class RestingGrad(torch.Tensor):
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         answer = _ANSWERS.get(func)
         if answer is None:
             raise _needs_values(func, (*args, *(kwargs or {}).values()))

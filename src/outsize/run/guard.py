@@ -181,9 +181,7 @@ class Guarded(_Managed):
 
     @classmethod
     @left_alone_by_dynamo
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return through_gate(cls.gate_ref(), func, args, kwargs or {})
 
     def as_subclass(self, cls: type) -> Any:

@@ -58,10 +58,10 @@ class Part(Placeholder):
         def of_tile(tile: Tile, grad: torch.Tensor) -> torch.Tensor | None:
             grad = grad.swapaxes(-2, -1) if transposed else grad
             if number is None:
-                return grad[tile.start : tile.end]
-            if not tile.start <= number < tile.end:
+                return grad[tile.start : tile.stop]
+            if number not in tile:
                 return None
-            found = grad.new_zeros(tile.end - tile.start, *grad.shape)
+            found = grad.new_zeros(len(tile), *grad.shape)
             found[number - tile.start] = grad
             return found
 
@@ -154,7 +154,7 @@ class Cut(NamedTuple):
     ends: tuple[int, ...] = ()
 
     def of(self, tensor: torch.Tensor, tile: Tile) -> torch.Tensor:
-        start, end = tile
+        start, end = tile.start, tile.stop
         if self.ends:
             start, end = self.ends[start - 1] if start else 0, self.ends[end - 1]
         return tensor.narrow(self.dim, start, end - start)
@@ -177,7 +177,7 @@ class Products(NamedTuple):
     def forward(self, tiles: Tiles, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         result = None
         for tile, weight in tiles.weights(self._wanted(tiles)):
-            part = self._part(x, weight, tile, None if bias is None else bias[tile.start : tile.end])
+            part = self._part(x, weight, tile, None if bias is None else bias[tile.start : tile.stop])
             if self.of_result is None:
                 result = part
                 continue
@@ -305,7 +305,7 @@ def _grouped(*args: torch.Tensor, offs: torch.Tensor | None = None, **more: Any)
 
     def operation(x: torch.Tensor, matrices: torch.Tensor, tile: Tile, *_: Any) -> torch.Tensor:
         starts = (0, *ends)
-        lengths = [ends[each] - starts[each] for each in range(*tile)]
+        lengths = [ends[each] - starts[each] for each in tile]
         each = (matrices.swapaxes(-2, -1) if transposed else matrices).unbind()
         return torch.cat([rows @ matrix for rows, matrix in zip(x.split(lengths), each, strict=True)])
 

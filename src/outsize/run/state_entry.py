@@ -33,9 +33,7 @@ class CopiedTensor(torch.Tensor):
     """A tensor of an entry. See Note [Copies that refuse writes]."""
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         copies: list[torch.Tensor] = []
 
         def opened(tensor: CopiedTensor) -> torch.Tensor:

@@ -63,11 +63,8 @@ def can_use_tiles(module: nn.Module, param: torch.Tensor) -> bool:
     return isinstance(module, nn.Linear)
 
 
-class Tile(NamedTuple):
-    """Rows [start, end) of a parameter."""
-
-    start: int
-    end: int
+Tile = range
+"""Rows of a parameter."""
 
 
 @final
@@ -92,11 +89,11 @@ class Tiles:
         step = unit.shard.tile_rows
         self._parts = [Tile(low, min(low + step, self._share)) for low in range(0, self._share, step)]
         of_ranks = [
-            Tile(*(min(rank * self._share + row, self.rows) for row in part))
+            Tile(*(min(rank * self._share + row, self.rows) for row in (part.start, part.stop)))
             for part in self._parts
             for rank in range(ranks)
         ]
-        self.all = [tile for tile in of_ranks if tile.start < tile.end]
+        self.all = [tile for tile in of_ranks if tile]
         self._collected: tuple[Tile, torch.Tensor] | None = (
             None  # the gradients of ranks' rows, before they are reduced
         )
@@ -150,8 +147,8 @@ class Tiles:
                 values = buffer.values[: self._numel(part) * dtype.itemsize].view(dtype)
                 for tile in parts[part]:
                     first = self._place(tile, part)
-                    found = values[first : first + (tile.end - tile.start) * self._row]
-                    yield tile, found.view(tile.end - tile.start, *self._slot.shape[1:])
+                    found = values[first : first + len(tile) * self._row]
+                    yield tile, found.view(len(tile), *self._slot.shape[1:])
                     del found
                 del values
                 buffer.leave()
@@ -174,7 +171,7 @@ class Tiles:
 
     def _span(self, part: Tile) -> tuple[int, int]:
         """The whole pages of a part, in elements of what rests here."""
-        return page_range(part.start * self._row, part.end * self._row)
+        return page_range(part.start * self._row, part.stop * self._row)
 
     def _numel(self, part: Tile) -> int:
         """The elements of a part of all ranks, in whole pages."""
@@ -196,7 +193,7 @@ class Tiles:
 
     def with_row(self, row: int) -> Tile:
         """The tile that the row lies in."""
-        return next(tile for tile in self.all if tile.start <= row < tile.end)
+        return next(tile for tile in self.all if row in tile)
 
     @contextmanager
     def taking(self) -> Iterator[None]:
@@ -233,7 +230,7 @@ class Tiles:
     def _own_numel(self, part: Tile) -> int:
         """Elements of a part that rest here: the parameter may end before."""
         left = self.unit.shard.slots[self.name].numel - part.start * self._row
-        return max(min((part.end - part.start) * self._row, left), 0)
+        return max(min(len(part) * self._row, left), 0)
 
     def take_nothing(self) -> None:
         """The gradient of tiles that no rank has used in a backward is zero."""
@@ -260,15 +257,15 @@ class _Rows(NamedTuple):
         result = torch.empty((*ids.shape, *width), dtype=DTYPES[tiles.unit.shard.slots[tiles.name].dtype])
         result = result.to(ids.device)
         for tile, weight in tiles.weights(tiles.with_rows(set(torch.unique(ids).tolist()))):
-            here = (ids >= tile.start) & (ids < tile.end)
+            here = (ids >= tile.start) & (ids < tile.stop)
             result[here] = weight[ids[here] - tile.start]
         return result
 
     def backward(self, tiles: Tiles, ids: torch.Tensor, grad: torch.Tensor, wanted: Wanted) -> Found:
         for tile in tiles.all:
-            here = (ids >= tile.start) & (ids < tile.end)
+            here = (ids >= tile.start) & (ids < tile.stop)
             rows = grad[here].flatten(1), ids[here] - tile.start
-            tiles.take(tile, torch.ops.aten.embedding_dense_backward(*rows, tile.end - tile.start, -1, False))
+            tiles.take(tile, torch.ops.aten.embedding_dense_backward(*rows, len(tile), -1, False))
         return None, None
 
 

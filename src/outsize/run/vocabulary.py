@@ -34,7 +34,7 @@ class Logits(NamedTuple):
     ) -> Iterator[tuple[slice, torch.Tensor]]:
         """Some rows after the others, with their logits of the tile in a dtype of 4 bytes or more."""
         most = max(self.tile_bytes // (4 * len(weight)), 1)
-        cast, part = weight.to(self.raw), None if bias is None else bias[tile.start : tile.end]
+        cast, part = weight.to(self.raw), None if bias is None else bias[tile.start : tile.stop]
         for start in range(0, len(rows), most):
             at = slice(start, start + most)
             yield at, functional.linear(rows[at], cast, part).to(self.dtype).to(self.wide)
@@ -75,8 +75,8 @@ class Shares(NamedTuple):
     def place(self, at: slice, tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
         """(the column of each row's target, its share) in a tile; no share where it lies in another one."""
         target = self.target[at]
-        inside = (target >= tile.start) & (target < tile.end)
-        return (target - tile.start).clamp(0, tile.end - tile.start - 1)[:, None], self.of_target[at] * inside
+        inside = (target >= tile.start) & (target < tile.stop)
+        return (target - tile.start).clamp(0, len(tile) - 1)[:, None], self.of_target[at] * inside
 
 
 @final
@@ -99,7 +99,7 @@ class Losses:
                     column, share = self.shares.place(at, tile)
                     subtracted[at] += logits.gather(1, column)[:, 0] * share
                     if self.shares.of_all is not None:
-                        subtracted[at] += self.shares.kept[at] * (logits @ self.shares.of_all[tile.start : tile.end])
+                        subtracted[at] += self.shares.kept[at] * (logits @ self.shares.of_all[tile.start : tile.stop])
                 sums.append(logits.logsumexp(-1))
             found.append(torch.cat(sums))
         self.sums, self.bias = torch.stack(found).logsumexp(0), None if bias is None else bias.detach()
@@ -121,9 +121,9 @@ class Losses:
                     column, share = shares.place(at, tile)
                     part.scatter_add_(1, column, (-grad[at] * share)[:, None])
                     if shares.of_all is not None:
-                        part.addr_(grad[at] * shares.kept[at], shares.of_all[tile.start : tile.end], alpha=-1)
+                        part.addr_(grad[at] * shares.kept[at], shares.of_all[tile.start : tile.stop], alpha=-1)
                 if of_bias is not None:
-                    of_bias[tile.start : tile.end] += part.sum(0)
+                    of_bias[tile.start : tile.stop] += part.sum(0)
                 part = part.to(self.logits.raw)
                 if of_rows is not None:
                     add_product(of_rows[at], part, weight.to(part.dtype))
