@@ -32,7 +32,7 @@ from outsize.move.disk import naming as naming
 from outsize.move.disk import open_direct
 from outsize.move.generations import crc32c
 from outsize.move.memory import MAPPED_BYTES, HostBuffer, memory_of
-from outsize.move.threads import submitted
+from outsize.move.transfer import submitted
 from outsize.optim.rules import join_master
 from outsize.planning.layout import round_up
 from outsize.planning.sizes import format_bytes

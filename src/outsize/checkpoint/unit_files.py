@@ -23,7 +23,7 @@ from outsize.move.generations import ZERO_SUM, Generation, Generations, joined_s
 from outsize.move.memory import PAGE_BYTES, HostBuffer, copy
 from outsize.move.shard import StateArray, UnitShard
 from outsize.move.store import DTYPES, MASTER, MASTER_DTYPE, DiskStore, Store
-from outsize.move.threads import submitted
+from outsize.move.transfer import submitted
 from outsize.planning.layout import ArrayLayout, Slot, round_up
 
 WRITE_BYTES = 8 << 20

@@ -44,10 +44,6 @@ class _Record:
         vars(self).update(state if isinstance(state, dict) else {"state": state})
 
 
-class _RefusedError(Exception):
-    """A pickle asks for a name that no metadata needs."""
-
-
 @final
 class _Reader(pickle._Unpickler):
     """Imports nothing: a pickle is a program that calls what it names, and here each name is an empty class.
@@ -60,7 +56,7 @@ class _Reader(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] not in _PACKAGES and (module, name) != _ENUMS:
-            raise _RefusedError(f"{module}.{name}"[:200])
+            raise ImportError(f"{module}.{name}"[:200])
         found = vars(torch).get(name) if module == "torch" else None
         if isinstance(found, torch.dtype) or found is torch.Size:
             return found
@@ -106,7 +102,7 @@ class DcpMetadata:
             self._read(_Reader(io.BytesIO(read_manifest(file)), fix_imports=False).load())
         except OSError:
             raise
-        except _RefusedError as error:
+        except ImportError as error:
             raise ValueError(
                 f"{file} asks for {error}, which no metadata of torch.distributed.checkpoint needs; it was not loaded"
             ) from error

@@ -22,7 +22,7 @@ from outsize.checkpoint.directory import is_checkpoint
 from outsize.checkpoint.files import DataWriter
 from outsize.checkpoint.folder import make_locked, make_parents, sync, write_text
 from outsize.move.memory import PAGE_BYTES, HostBuffer, copy
-from outsize.move.threads import submitted
+from outsize.move.transfer import submitted
 from outsize.planning.layout import round_up
 
 SINGLE_NAME = "model.safetensors"

@@ -1,4 +1,4 @@
-"""One way to wait for everything that is on its way."""
+"""One way to wait for everything that is on its way, and work on other threads, where there are any."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import copy
 import os
 import threading
 from abc import ABC, abstractmethod
-from typing import final
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import TypeVar, final
+
+Result = TypeVar("Result")
 
 
 class Transfer(ABC):
@@ -94,3 +98,19 @@ os.register_at_fork(after_in_child=Promise.forget_waiters)
 ARRIVED = Promise()
 """A transfer that is over before it begins: memory that was copied at once."""
 ARRIVED.keep()
+
+
+def submitted(pool: Executor, work: Callable[..., Result], *arguments: object) -> Future[Result]:
+    """The work, on its way. It is done here where the main thread ends: pools take nothing more then, and other threads
+    of the user, and what runs at the exit, go on."""
+    try:
+        return pool.submit(work, *arguments)
+    except RuntimeError as error:
+        if not str(error).startswith("cannot schedule new futures"):  # of others the work may have begun
+            raise
+    done: Future[Result] = Future()
+    try:
+        done.set_result(work(*arguments))
+    except Exception as error:
+        done.set_exception(error)
+    return done

@@ -77,20 +77,15 @@ class Buffers:
         if memory.device.type == "cpu":
             self._spent[memory.data_ptr()] = parts
 
-    def give(self, memory: torch.Tensor) -> None:
-        """Take back what was taken. On an accelerator torch keeps it."""
+    def give(self, memory: torch.Tensor, is_kept: bool = False) -> None:
+        """Take back what was taken, unless it is kept: then it is somebody else's. On an accelerator torch has it."""
         self._spent.pop(memory.data_ptr(), None)
         returned = self._returned.pop(memory.data_ptr(), 0)
         self._ledger.remove(TAKEN, memory.numel() - returned)
-        if not returned and memory.device.type == "cpu":
+        if not (is_kept or returned) and memory.device.type == "cpu":
             self._ledger.add(KEPT, memory.numel())
             self._free.append(memory)
             self._keep(self._free[-PASSING_UNITS:])
-
-    def lose(self, memory: torch.Tensor) -> None:
-        """What was taken is somebody else's from now on."""
-        self._spent.pop(memory.data_ptr(), None)
-        self._ledger.remove(TAKEN, memory.numel() - self._returned.pop(memory.data_ptr(), 0))
 
     def drop_free(self) -> bool:
         """Give back what waits to be used again and what is spent; whether there was anything."""

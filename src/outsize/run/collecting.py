@@ -132,21 +132,16 @@ class WholeGradients:
                 end = start + slot.numel
         flat[end:].zero_()
 
-    def close(self) -> None:
+    def close(self, is_kept: bool = False) -> torch.Tensor:
+        """Give back the memory, unless it is kept, which then stays in use and is not the buffers' any more."""
         self._flat.clear()
         if self._taken:
-            self._buffers.give(self._memory)
+            self._buffers.give(self._memory, is_kept)
+        return self._memory
 
     def holds(self, value: torch.Tensor) -> bool:
         """Whether a value lies in this memory."""
         return 0 <= value.data_ptr() - self._memory.data_ptr() < self._memory.numel()
-
-    def keep(self) -> torch.Tensor:
-        """In place of `close`: the memory stays in use, and is not the buffers' any more."""
-        self._flat.clear()
-        if self._taken:
-            self._buffers.lose(self._memory)
-        return self._memory
 
 
 def _around(whole: torch.Tensor, part: torch.Tensor) -> list[torch.Tensor]:
@@ -238,7 +233,7 @@ class Collector:
         try:
             gradients.start(trainable)
         except BaseException:
-            gradients.keep()  # a collective may still write to it
+            gradients.close(is_kept=True)  # a collective may still write to it
             self._withdraw(expected, fresh)
             raise
         self._reduction.launched(gradients, lambda: self._lay_to_rest(gradients, expected, fresh))
@@ -248,7 +243,7 @@ class Collector:
             reduced = whole.result()
             self._expect_others(set(reduced) - set(expected), expected, fresh)
         except BaseException:
-            whole.keep()  # a collective may still write to it
+            whole.close(is_kept=True)  # a collective may still write to it
             self._withdraw(expected, fresh)
             raise
         on_device = self._unit.shard.grads is None
@@ -271,7 +266,7 @@ class Collector:
             raise
         finally:
             if kept:
-                self._home = whole.keep()
+                self._home = whole.close(is_kept=True)
             else:
                 whole.close()
         self._rest.all_at_rest()
