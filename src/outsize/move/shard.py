@@ -273,16 +273,10 @@ class UnitShard:
         if self.rows is not None and self.lanes is not None:
             self.lanes.follow(self.lanes.incoming)
 
-    def fill_from_memory(self) -> bool:
-        """Start to fill the buffer of an accelerator from parameters that lie in memory; whether they do."""
-        if self.device.type == "cpu" or self.params is None:
-            return False
-        for segment in self.layout.segments:
-            source = self.params.in_place(*self.param_layout.span(segment.start, segment.end))
-            if source is None:
-                return False
-            self.buffer.write(self.buffer_span(segment.start, segment.end)[0], source)
-        return True
+    @property
+    def is_copied(self) -> bool:
+        """Whether the buffer is an accelerator's, filled from parameters in memory: that takes no thread's work."""
+        return self.lanes is not None and self.params is not None and self.params.in_place(0, 0) is not None
 
     def param(self, name: str) -> torch.Tensor:
         """The whole parameter as a view of the gathered buffer, in its own dtype and shape."""
@@ -474,7 +468,9 @@ def read_steps(
     """The elements [start, end) of a segment, whole pages, from their store into the gathered buffer. Into a `buffer`
     of their own: with several ranks to where this rank's part is among as many of each."""
     numel = READ_NUMEL  # of one read: large, but on an accelerator no more than a slab holds
-    if shard.device.type != "cpu":
+    if shard.is_copied:
+        numel = max(end - start, 1)
+    elif shard.device.type != "cpu":
         numel = min(max(slab_bytes // segment.itemsize // PAGE_ELEMENTS * PAGE_ELEMENTS, PAGE_ELEMENTS), READ_NUMEL)
     tile = None if buffer is None else (buffer, start - shard.rank * (end - start))
     for low in range(start, end, numel):

@@ -129,9 +129,6 @@ class Unit:
         fetch = self.state is Residency.AT_REST
         self._began = begun()
         self.shard.begin_filling()
-        if not self.pending and self._fill_from_memory():
-            self.state = Residency.FETCHING
-            return
         pending, self.pending = self.pending, {}
         steps: Iterator[Step]
         if pending:
@@ -142,9 +139,12 @@ class Unit:
             steps = updater.steps(self.shard, pending, fetch)
         else:
             steps = fetch_steps(self.shard, slab_bytes)
-        steps = self._gathered(steps)
-        light = self._ranks is None and updater is not None and updater.is_light(self.shard)
-        self.submit(conveyor, steps, light)
+        steps, alone = self._gathered(steps), self._ranks is None
+        if alone and not pending and not self._unwritten() and self.shard.is_copied:
+            self.job = Job(steps)
+            self.job.run()
+        else:
+            self.submit(conveyor, steps, light=alone and updater is not None and updater.is_light(self.shard))
         self.state = Residency.FETCHING
 
     def _pay(self, conveyor: Conveyor, updater: ChunkUpdater | None, slab_bytes: int) -> None:
@@ -161,13 +161,6 @@ class Unit:
             return steps
         self._gather = Gathering(self.shard, self._ranks)
         return chain(steps, [Step(finish=self._gather.start)])
-
-    def _fill_from_memory(self) -> bool:
-        """Start to fill the buffer where that takes no thread's work; whether it was so."""
-        if self._ranks is not None or self._unwritten() or not self.shard.fill_from_memory():
-            return False
-        self.job = None
-        return True
 
     def regather(self, conveyor: Conveyor) -> None:
         """Start to bring the parts of the other ranks in anew; RESIDENT -> FETCHING."""
