@@ -323,6 +323,31 @@ def test_a_backward_through_a_graph_from_before_the_step_is_refused_as_in_torch(
     pair.check()
 
 
+class SideBySide(nn.Module):
+    """Layers whose weights no backward reads, as none of their inputs has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(512, 512) for _ in range(6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([layer(x) for layer in self.layers])
+
+
+@pytest.mark.parametrize("tier", AT_REST_TIERS)
+def test_gradients_that_come_while_updates_are_owed_leave_those_as_they_are(workshop: Workshop, tier: str) -> None:
+    pair = workshop.pair(SideBySide, tier=tier)
+    for model, optimizer in pair.both:
+        for step in range(4):
+            torch.manual_seed(step)
+            out = model(torch.randn(8, 512))
+            out.mean().backward(retain_graph=True)
+            optimizer.step()
+            optimizer.zero_grad()
+            take_step(out.square().mean(), optimizer)
+    pair.check()
+
+
 def test_autograd_grad_gives_plain_tensors_and_leaves_param_grad_alone(pair: Pair) -> None:
     found = []
     for model, _ in pair.both:
