@@ -341,20 +341,15 @@ class StripedFile:
     def read(self, place: Place, out: torch.Tensor, then: Work | None = None) -> DiskTransfer:
         """Start to fill `out`; `then` runs before anybody uses it."""
         transfer, engine = DiskTransfer(self._engine, then=then), self._engine
-        return self._start(transfer, engine.read, engine.read_pages, place, out)
+        return self._start(transfer, engine.read if isinstance(place, int) else engine.read_pages, place, out)
 
     def write(self, place: Place, source: torch.Tensor, beside: Work | None = None) -> DiskTransfer:
         """Start to write `source`; `beside` runs meanwhile."""
         transfer, engine = DiskTransfer(self._engine, beside, lane=WRITES), self._engine
-        return self._start(transfer, engine.write, engine.write_pages, place, source)
+        return self._start(transfer, engine.write if isinstance(place, int) else engine.write_pages, place, source)
 
     def _start(
-        self,
-        transfer: DiskTransfer,
-        begin: Callable[..., int],
-        begin_pages: Callable[..., int],
-        place: Place,
-        memory: torch.Tensor,
+        self, transfer: DiskTransfer, begin: Callable[..., int], place: Place, memory: torch.Tensor
     ) -> DiskTransfer:
         address = memory.data_ptr()
         if isinstance(place, int):
@@ -367,7 +362,7 @@ class StripedFile:
         for stripe, length in zip(*(each.tolist() for each in _runs_of(stripes, place.numel())), strict=True):
             row, index = divmod(stripe, count)  # each stripe lies in one file
             own = place[at : at + length] - (stripe - row) * (STRIPE_BYTES // PAGE_BYTES)
-            ticket = begin_pages(self._files[index], own.data_ptr(), length, address + at * PAGE_BYTES)
+            ticket = begin(self._files[index], own.data_ptr(), length, address + at * PAGE_BYTES)
             transfer.add(ticket, self._paths[index])
             at += length
         return transfer
