@@ -169,7 +169,7 @@ def test_gradients_on_their_way_to_disk_take_memory_until_they_are_written(
         model, machine, (torch.zeros(64, 4096),), host_memory="6GiB", disk=tmp_path, **dict.fromkeys(KINDS, "disk")
     ).peak_bytes
     least = (3 + in_flight + 1) * weight + staging  # one is still autograd's; blocks as large leave no holes
-    assert least <= peaks["device"] + peaks["host"] <= 1.06 * least
+    assert least <= peaks["device"] + peaks["host"] <= 1.07 * least
 
 
 @pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="torch has no grouped_mm")

@@ -33,7 +33,7 @@ from outsize.run.unit_gradients import WAITING_BYTES
 
 STEPS = 3
 """The first learns the order, the second pays the first updates, the third is like all that follow."""
-SLACK, SLACK_BYTES, HOLES = 0.04, 3 << 20, 0.25
+SLACK, SLACK_BYTES, HOLES = 0.055, 3 << 20, 0.25
 """On a CPU. Of the memory of a step: scratch memory of kernels. Of the gradients that leave the heap to where they
 rest: what an allocator that keeps freed memory loses between them. One that gives it back loses half of what may come
 before that."""
