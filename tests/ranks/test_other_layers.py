@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import outsize
+from outsize.move import meeting
+from outsize.move.comm import Ranks
 from outsize.move.lanes import REDUCE, Going
 from tests.conftest import take_step
 from tests.ranks.launching import in_turn, run_on_ranks
@@ -256,6 +260,31 @@ def test_each_rank_may_run_experts_in_an_order_of_its_own(tmp_path: Path, routes
     for of_ways in run_on_ranks(len(routes), in_turn, *((run, fields, str(tmp_path)) for fields in ways)):
         for found in of_ways:
             assert_near(found, model.parameters())
+
+
+def run_experts_and_look_late(disk: str) -> tuple[bool, list[Tensor]]:
+    """Whether this rank was wanted elsewhere while it waited, and was slow to see it; the weights."""
+    plain, was_late = Ranks.wanted, []
+
+    def wanted(ranks: Ranks) -> bool:
+        found = plain(ranks)
+        if found and not was_late and threading.current_thread() is threading.main_thread():
+            was_late.append(True)
+            time.sleep(3 * meeting.STUCK_SECONDS)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ranks, "wanted", wanted)
+        weights = run_experts_in_any_order({"stage": 3, "params": "host"}, disk)
+    return bool(was_late), weights
+
+
+def test_a_rank_that_is_slow_to_see_that_it_is_wanted_is_waited_for(tmp_path: Path) -> None:
+    model = trained_alone(ROUTES, torch.optim.AdamW, lr=1e-3, clip=0.5)
+    found = run_on_ranks(len(ROUTES), run_experts_and_look_late, str(tmp_path))
+    assert any(was_late for was_late, _ in found)
+    for _, weights in found:
+        assert_near(weights, model.parameters())
 
 
 def trained_alone(

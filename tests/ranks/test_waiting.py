@@ -117,6 +117,15 @@ def test_the_loops_wait_counts_before_that_of_the_conveyor_which_counts_as_come_
     assert stuck_of(first_of_two) is None
 
 
+def test_a_rank_that_may_go_where_it_is_wanted_does_not_wait(first_of_two: Any) -> None:
+    reduce, gather = (first_of_two._lanes[name] for name in ("reduce", "gather"))
+    turn, wanted = first_of_two.turn_to_gather(0, 8), [False]
+    with reduce.waiting(reduce.next("reduce", 0, 8), lambda: wanted[0]), gather.waiting(turn):
+        assert stuck_of(first_of_two).lane == "0/reduce"
+        wanted[0] = True
+        assert stuck_of(first_of_two) is None
+
+
 def test_what_all_did_in_the_last_step_is_expected_in_this_one(first_of_two: Any) -> None:
     lane = first_of_two._lanes["gather"]
     assert [lane.next("gather", unit).expected for unit in (0, 1, 2)] == [False] * 3

@@ -171,16 +171,34 @@ def test_ranks_are_apart_if_each_waits_for_one_that_waits_elsewhere(every: list[
     assert apart(dict(enumerate(every))) is never
 
 
-def test_ranks_that_are_apart_for_two_looks_say_what_each_waits_for(clock: Clock, store: Store) -> None:
+@pytest.fixture
+def parted(clock: Clock, store: Store) -> Iterator[list[Watch]]:
     lanes = ["gather", "control"]
-    every = [Watch(store, [0, 1], rank, lambda rank=rank: waits(lanes[rank], 1, **{lanes[rank]: 1})) for rank in (0, 1)]
-    for _ in range(3):
-        assert not every[0].apart
-        for each in every:
-            each.beat()
-    assert every[0].apart == every[1].apart == {0: "gather 1", 1: "control 1"}
-    for each in every:
+    made = [Watch(store, [0, 1], rank, lambda rank=rank: waits(lanes[rank], 1, **{lanes[rank]: 1})) for rank in (0, 1)]
+    yield made
+    for each in made:
         each.close()
+
+
+def test_ranks_that_are_apart_for_some_looks_say_what_each_waits_for(parted: list[Watch]) -> None:
+    for _ in range(4):
+        assert not parted[0].apart
+        for each in parted:
+            each.beat()
+    assert parted[0].apart == parted[1].apart == {0: "gather 1", 1: "control 1"}
+
+
+def test_what_a_rank_waited_for_before_it_stood_still_counts_for_nothing(parted: list[Watch]) -> None:
+    parted[1].beat()
+    for _ in range(20):
+        parted[0].beat()
+    assert not parted[0].apart
+    parted[1].beat()  # it may have found that before the other waited
+    parted[0].beat()
+    assert not parted[0].apart
+    parted[1].beat()
+    parted[0].beat()
+    assert parted[0].apart
 
 
 def test_the_end_of_the_process_waits_for_a_watch_that_is_in_the_store(

@@ -151,7 +151,7 @@ class Lane:
         self.come: list[int] = []  # the keys of this one
         self._known: list[int] = []  # those of the last one, if all ranks had the same
         self._expected = True  # whether this step has repeated the last one so far
-        self.waits: dict[int, tuple[float, Turn]] = {}  # by thread: since when, for what
+        self.waits: dict[int, tuple[float, Turn, Callable[[], bool] | None]] = {}  # by thread: since when, for what
         model.lanes.append(self)
 
     def next(self, kind: str, unit: int = -1, numel: int = 0, fixed: bool = False, row: int = -1) -> Turn:
@@ -187,7 +187,7 @@ class Lane:
         """Block until a collective is over, or make the current stream wait for it; False where it was not waited for
         because `unless` has come true."""
         try:
-            with self.waiting(turn):
+            with self.waiting(turn, None if on_stream else unless):
                 while not on_stream and not work.is_completed():
                     with suppress(RuntimeError):  # the time is over, or it went wrong
                         work.wait(LOOK)
@@ -221,9 +221,9 @@ class Lane:
             raise self.model.gone(self.model.watch.find_gone(), self.model.words(turn)) from error
 
     @contextmanager
-    def waiting(self, turn: Turn) -> Iterator[None]:
+    def waiting(self, turn: Turn, unless: Callable[[], bool] | None = None) -> Iterator[None]:
         thread = threading.get_ident()
-        self.waits[thread] = time.monotonic(), turn
+        self.waits[thread] = time.monotonic(), turn, unless
         try:
             yield
         finally:

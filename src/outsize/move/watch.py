@@ -83,9 +83,10 @@ class Watch:
     # A rank waits for a collective by asking again and again. Meanwhile this thread looks after the other ranks:
     # - each counts in the store twice a second, and looks whether the next one counts;
     # - a rank that fails, ends or stands still is named in the store, which ends the waiting of all others;
-    # - where a rank has waited for some time it writes what it waits for. If all have, and each waits for one that is
-    #   waiting elsewhere, the ranks have parted, and all end. A rank that is slow is waited for, and after half a
-    #   minute the log says so.
+    # - where a rank has waited for some time it writes what it waits for, and its count, again and again. If all have,
+    #   and look anew and write the same, and each waits for one that is waiting elsewhere, the ranks have parted, and
+    #   all end. A rank that is slow is waited for, and after half a minute the log says so. What one wrote before it
+    #   stood still counts for nothing, and one that may go where it is wanted does not wait.
 
     _said_last: ClassVar[str] = ""
 
@@ -104,6 +105,7 @@ class Watch:
         self._beats, self._told, self._told_stuck = 0, False, ""
         self._stuck_since = 0.0
         self._all_stuck: list[bytes] = []  # what all ranks waited for when this one looked last
+        self._counts: list[int] = []  # of each when this one saw that first
         self._neighbour = self.members[(self.members.index(rank) + 1) % len(members)]
         self._seen: dict[int, tuple[bytes, float]] = {}  # by rank: its last count, and since when
         self._looked = 0.0  # when this rank looked last
@@ -207,21 +209,29 @@ class Watch:
             self._store.set("word", f"{rank} {what}")
 
     def _compare(self) -> None:
-        """Say what this rank waits for; if every rank does, and did when it looked last, see whether they parted."""
+        """Say what this rank waits for; if every rank does, and has looked anew since, see whether they parted."""
         own = self._stuck()
         stuck = "-" if own is None else json.dumps(asdict(own))
         if stuck != self._told_stuck:
-            self._told_stuck, self._stuck_since = stuck, time.monotonic()
-            self._store.set(f"stuck/{self._rank}", stuck)
+            self._stuck_since = time.monotonic()
+        if own is not None or stuck != self._told_stuck:
+            self._store.set(f"stuck/{self._rank}", f"{self._beats} {stuck}")
+        self._told_stuck = stuck
         before, self._all_stuck = self._all_stuck, []
         if own is None:
             return
-        self._all_stuck = [self._get(f"stuck/{rank}") or b"-" for rank in self.members]
-        if b"-" not in self._all_stuck and self._all_stuck == before:
+        found = [(self._get(f"stuck/{rank}") or b"0 -").split(b" ", 1) for rank in self.members]
+        counts, self._all_stuck = [int(count) for count, _ in found], [what for _, what in found]
+        if self._all_stuck != before:
+            self._counts = counts
+        # The first count after that may come with what the rank had found before.
+        elif b"-" not in before and all(now >= then + 2 for now, then in zip(counts, self._counts, strict=True)):
             every = {rank: Wait(**json.loads(each)) for rank, each in zip(self.members, before, strict=True)}
             if apart(every):
-                self.apart = {rank: each.words for rank, each in every.items()}
-                self._abort()
+                self._store.set("apart", json.dumps({rank: each.words for rank, each in every.items()}))
+        if (words := self._get("apart")) and not self.apart:
+            self.apart = {int(rank): each for rank, each in json.loads(words).items()}
+            self._abort()
         stuck_of = dict(zip(self.members, self._all_stuck, strict=True))
         elsewhere = [rank for rank in own.members if stuck_of[rank] == b"-"]
         if elsewhere and own.lane != "prepare" and time.monotonic() - self._stuck_since > WORD_SECONDS:
