@@ -181,8 +181,8 @@ def requests_a_second(directory: str) -> float:
     for _ in range(12):
         pages = torch.randperm(file.nbytes // 4096)[:3072].sort()[0]
         out = content[: pages.numel() * 4096]
-        file.read_pages(pages, out).wait()
-        file.write_pages(pages, out).wait()
+        file.read(pages, out).wait()
+        file.write(pages, out).wait()
         count += 2 * pages.numel()
     found = count / (time.perf_counter() - began)
     file.unlink()

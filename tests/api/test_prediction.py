@@ -227,6 +227,26 @@ def test_the_plain_tensors_of_a_convolution_are_there_twice_while_it_runs() -> N
     assert twice - once <= 1.2 * convolution.weight.nbytes
 
 
+def test_a_layer_may_return_a_sparse_tensor() -> None:
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(WIDTH))
+
+        def forward(self) -> torch.Tensor:
+            return (self.weight * 1.0).to_sparse()
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Sparse()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.sparse.mm(self.inner(), x.T)
+
+    assert predicted(Outer(), host_memory="1GiB").step_seconds > 0
+
+
 def test_a_step_is_counted_where_torch_looks_for_anomalies() -> None:
     with torch.autograd.set_detect_anomaly(True):
         assert predicted(stack(1)).step_seconds == predicted(stack(1)).step_seconds > 0

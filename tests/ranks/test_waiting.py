@@ -309,25 +309,30 @@ def test_the_end_of_the_process_group_does_not_cost_the_last_checkpoint(tmp_path
     assert [path.name for path in (tmp_path / "ckpts").iterdir()] == ["step-1"]
 
 
-def killed_while_it_connects(disk: str) -> int:
+def ends_while_it_connects(disk: str, killed: bool) -> int:
     """The first rank. Of the others the threads that look after the ranks when `prepare` has failed."""
     opened = Ranks._open
 
     def open_(self: Ranks, name: str) -> Lane:
-        if dist.get_rank() == 0:
+        if dist.get_rank() == 0 and killed:
             os.kill(os.getpid(), signal.SIGKILL)
+        if dist.get_rank() == 0:
+            raise MemoryError("no room for buffers")
         return opened(self, name)
 
     Ranks._open = open_  # type: ignore[method-assign]
     model, optimizer = make(HOST)
-    with pytest.raises(RanksError, match="rank 0 of 3 is gone"):
+    said = "rank 0 of 3 is gone" if killed else "rank 0 of 3 has failed.*no room for buffers"
+    error, said = (RanksError, said) if dist.get_rank() else (MemoryError, "no room")
+    with pytest.raises(error, match=said):
         outsize.prepare(model, optimizer, **fields_of(HOST, disk))
     await_closed()
     return [thread.name for thread in threading.enumerate()].count("outsize-ranks")
 
 
-def test_a_rank_that_is_killed_while_the_ranks_connect_is_named(tmp_path: Path) -> None:
-    first, *others = ends_on_ranks(3, killed_while_it_connects, str(tmp_path))
-    assert first.killed
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_rank_that_ends_while_the_ranks_connect_is_named(killed: bool, tmp_path: Path) -> None:
+    first, *others = ends_on_ranks(3, ends_while_it_connects, str(tmp_path), killed)
+    assert first.killed == killed
     assert [(end.error, end.value) for end in others] == [(None, 0), (None, 0)]
     assert all(end.seconds < 20 for end in others), "torch itself would wait for two minutes"

@@ -51,6 +51,22 @@ def test_the_scaler_grows_backs_off_and_skips_as_in_torch(pair: Pair, clip: bool
     assert outsize.memory(pair.model).skipped_steps == len(OVERFLOWS)
 
 
+@pytest.mark.parametrize(("factor", "steps"), [(2.0**120, False), (2.0**-60, True)])
+def test_a_factor_that_makes_gradients_infinite_skips_the_step(pair: Pair, factor: float, steps: bool) -> None:
+    for model, optimizer in pair.both:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+        scaler.scale(squared_error(model, batches(1)[0])).backward()
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.mul_(factor)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 2.0 ** (20 if steps else 19)
+    pair.check()
+    assert outsize.memory(pair.model).skipped_steps == (not steps)
+
+
 # -- fp16 ------------------------------------------------------------------------------------------------------------
 
 

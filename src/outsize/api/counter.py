@@ -97,6 +97,13 @@ class _Made:
             self._count(nbytes, 1)
             weakref.finalize(storage, self.remove, storage._cdata)
 
+    def live_of(self, result: torch.Tensor) -> Live:
+        """Of what a layer returns, which may be a part of a block."""
+        nbytes = result.numel() * result.element_size()
+        dense = result.layout is torch.strided
+        large = dense and Live.of(result.untyped_storage().nbytes(), self._on_cpu).mapped
+        return Live(mapped=nbytes) if large else Live(nbytes)
+
     def remove(self, storage: int) -> None:
         self._count(self.alive.pop(storage, 0), -1)
 
@@ -262,8 +269,8 @@ class Counter:
         self._path.pop()
         self.flush()
         first = next(iter(_graded(out)), None)
-        nbytes = 0 if first is None else first.nbytes
-        self.emit(Event("leave", module, live=Live.of(nbytes, self.machine.device == CPU)))
+        of_block = NONE_LIVE if first is None else self._made.live_of(first)
+        self.emit(Event("leave", module, live=of_block))
         if listed and first is not None:
             first.register_hook(partial(self._passes, "backward", module))
 

@@ -198,7 +198,8 @@ class SimulatedUnit:
         self.itemsize = OWN_BYTES[dtype]
         gradients = [param.numel() * self.itemsize for param in self.parameters.values() if param.requires_grad]
         in_heap = sum(nbytes for nbytes in gradients if not Live.of(nbytes, world.on_cpu).mapped)
-        self.heap_grads = size.moved_grads * in_heap // max(sum(gradients), 1)
+        self._gradient_bytes = max(sum(gradients), 1)  # as autograd makes them
+        self.heap_grads = self.moved(in_heap)
         self.lays_down_parts = world.on_cpu and tiers.grads == "disk" and not self.split and not rows
         self.kind = "compact" if placed.kept.codes else dtype
         self.state = Residency.AT_REST
@@ -213,6 +214,10 @@ class SimulatedUnit:
         self._job: Job | None = None
         self._ready = self.wrote = self._began = self.left = 0.0
         self._chunk_bytes = self._staged_bytes() / max(self.numel, 1) if tiers.on_disk else 0.0
+
+    def moved(self, nbytes: int) -> int:
+        """What moves to where gradients rest, of so many bytes of what autograd makes."""
+        return self.size.moved_grads * nbytes // self._gradient_bytes
 
     def _staged_bytes(self) -> float:
         """That pass through staging for an update of the unit; as `staged_bytes` has it of a part."""

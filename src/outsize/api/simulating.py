@@ -205,7 +205,7 @@ class Simulation:
             if unit.tiers.grads == "device":  # where autograd made it
                 world.ledger.add("device/grads", nbytes if unit.on_device else nbytes // unit.ranks)
             elif missing and unit.lays_down_parts:
-                unit.waiting += unit.size.moved_grads * nbytes // unit.nbytes
+                unit.waiting += unit.moved(nbytes)
                 if unit.waiting >= WAITING_BYTES:
                     self._open(unit).fill(unit.waiting)
                     unit.waiting = 0

@@ -114,7 +114,7 @@ class HostPlace:
 
 @final
 class DiskPlace:
-    """The same in a file, which is a hole where nothing lies. Bytes pass through the slabs of the conveyor."""
+    """Space of a file for such bytes: a hole where nothing lies. Bytes pass through the slabs of the conveyor."""
 
     def __init__(self, file: StripedFile, conveyor: Conveyor, lanes: Lanes | None, ledger: Ledger) -> None:
         self._file, self._conveyor, self._lanes, self._ledger = file, conveyor, lanes, ledger

@@ -74,7 +74,8 @@ class Ranks:
             self.copies = Ranks(copies, backend, model=self.model) if copies else None
             self.tensor = Ranks(tensor, backend, model=self.model) if tensor else None
             self.stages = Ranks(stages, model=self.model) if stages else None
-        except BaseException:
+        except BaseException as error:
+            self.model.watch.tell(error)
             self.model.close()
             raise
 
@@ -98,16 +99,17 @@ class Ranks:
         def connect() -> None:
             try:
                 made.append(dist.ProcessGroupGloo(store, self.rank, self.size, CONNECTING))
-            except RuntimeError as error:
+            except Exception as error:
                 made.append(error)
 
         watch, thread = self.model.watch, Thread(target=connect, daemon=True)
         thread.start()
         while thread.is_alive() and watch.said is None:
             thread.join(BEAT_SECONDS)
-            watch.look(self.members, SILENT_SECONDS)
+            if thread.is_alive():
+                watch.look(self.members, SILENT_SECONDS)
         group = made[0] if made else RanksError("they wait for each other")
-        if not isinstance(group, RuntimeError):
+        if not isinstance(group, Exception):
             group._set_default_timeout(PATIENCE)
             return group
         if (said := watch.find_gone()) is not None:

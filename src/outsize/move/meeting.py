@@ -83,11 +83,13 @@ def _stuck(members: Sequence[int]) -> Wait | None:
     lanes = [lane for model in models for lane in list(model.lanes)]  # what the loop waits for comes before a gather
     lanes.sort(key=lambda lane: not lane.name.endswith(ROWS))
     come = {lane.name: (lane.before, list(lane.come)) for lane in lanes}
-    if any(unless is not None and unless() for lane in lanes for _, _, unless in list(lane.waits.values())):
+    long = time.monotonic() - STUCK_SECONDS
+    waits = [each for lane in lanes for each in list(lane.waits.values()) if each[0] < long]
+    if any(unless is not None and unless() for _, _, unless in waits):
         return None  # it goes on as soon as it looks
     for lane in lanes:
         for since, turn, _ in sorted(lane.waits.values(), key=lambda each: each[1].number):
-            if not lane.name.endswith(SAVE) and time.monotonic() - since > STUCK_SECONDS:
+            if not lane.name.endswith(SAVE) and since < long:
                 return Wait(lane.model.words(turn), lane.name, turn.number, turn.key, lane.members, come)
     return None
 

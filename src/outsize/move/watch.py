@@ -15,7 +15,7 @@ from typing import Any, ClassVar, final
 
 BEAT_SECONDS = 0.5
 SILENT_SECONDS = 6.0
-"""Once a connection broke, a rank whose count stands still for half as long is the one that is gone."""
+"""While ranks connect, one whose count stands still for so long is gone. Once a connection broke, half as long."""
 
 STILL_SECONDS = 60.0
 """A rank whose count stands still for so long is gone though no connection broke: stopped, or cut off. A rank that

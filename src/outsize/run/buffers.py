@@ -78,7 +78,7 @@ class Buffers:
             self._spent[memory.data_ptr()] = parts
 
     def give(self, memory: torch.Tensor, is_kept: bool = False) -> None:
-        """Take back what was taken, unless it is kept: then it is somebody else's. On an accelerator torch has it."""
+        """Take back what was taken, unless it is kept: then it is somebody else's. On an accelerator torch keeps it."""
         self._spent.pop(memory.data_ptr(), None)
         returned = self._returned.pop(memory.data_ptr(), 0)
         self._ledger.remove(TAKEN, memory.numel() - returned)

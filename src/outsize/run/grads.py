@@ -159,11 +159,11 @@ class RestingGrad(torch.Tensor):
 
     @property
     def finite(self) -> torch.Tensor:
-        """0-d, finite if all elements are; a clamp or a finite scale changes nothing about that."""
+        """0-d, finite only if all elements are; a clamp changes nothing about that."""
         self.home.resting.look(self)
         if self.ops.zero or not isfinite(self.ops.scale):
             return torch.full_like(self.norms[2.0], 0.0 if self.ops.zero else nan)
-        return self.norms[2.0]
+        return self.norms[2.0] if self.ops.scale == 1.0 else self.norms[2.0] * abs(self.ops.scale)
 
     def scale(self, factor: float) -> None:
         home = self.home

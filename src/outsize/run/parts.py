@@ -112,7 +112,7 @@ class Parts:
                 continue
             if one.shape != other.shape or one.ndim <= self.dim:
                 return f"it returns a tensor of shape {tuple(other.shape)}, which has no rows to put together"
-            if first is not None:
+            if isinstance(twice, torch.Tensor) and first is not None:
                 one, other = twice.narrow(self.dim, 0, 1), other.narrow(self.dim, 0, 1)
             worst = _largest(one.double() - other.double())
             if worst > TOLERANCE.get(one.dtype, ROUGH) * max(_largest(other.double()), 1e-6):
