@@ -269,8 +269,7 @@ class Counter:
         self._path.pop()
         self.flush()
         first = next(iter(_graded(out)), None)
-        of_block = NONE_LIVE if first is None else self._made.live_of(first)
-        self.emit(Event("leave", module, live=of_block))
+        self.emit(Event("leave", module, live=NONE_LIVE if first is None else self._made.live_of(first)))
         if listed and first is not None:
             first.register_hook(partial(self._passes, "backward", module))
 

@@ -183,7 +183,7 @@ class Simulation:
                 unit.holds -= 1
             layer = self._layers.get(module)
             if layer is not None and layer.again and not self._again:
-                self._dropped = self._dropped + layer.saved
+                self._dropped += layer.saved
         elif event.kind == "backward" and module is not None:
             layer = self._layers.get(module)
             if layer is not None and layer.again:
@@ -194,7 +194,7 @@ class Simulation:
                     else:
                         self._happen(again)
                 self._again = False
-                self._dropped = self._dropped - layer.saved
+                self._dropped -= layer.saved
         elif event.kind == "use":
             self._use(self._home[event.name])
         elif event.kind == "gradient":
