@@ -385,10 +385,11 @@ class Workshop:
         build: Callable[[], nn.Module] = Stack,
         optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
         tier: str = "disk",
+        seed: int = 0,
         **fields: Any,
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """A prepared model and its optimizer."""
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         model = build()
         chosen = optimizer(model)
         self.prepare(model, chosen, tier, **fields)

@@ -332,7 +332,7 @@ def ends_while_it_connects(disk: str, killed: bool) -> int:
 
 @pytest.mark.parametrize("killed", [True, False])
 def test_a_rank_that_ends_while_the_ranks_connect_is_named(killed: bool, tmp_path: Path) -> None:
-    first, *others = ends_on_ranks(3, ends_while_it_connects, str(tmp_path), killed)
-    assert first.killed == killed
-    assert [(end.error, end.value) for end in others] == [(None, 0), (None, 0)]
-    assert all(end.seconds < 20 for end in others), "torch itself would wait for two minutes"
+    ends = ends_on_ranks(3, ends_while_it_connects, str(tmp_path), killed)
+    assert ends[0].killed == killed
+    assert all((end.error, end.value) == (None, 0) for end in ends[killed:]), [end.error for end in ends]
+    assert all(end.seconds < 20 for end in ends), "torch itself would wait for two minutes"

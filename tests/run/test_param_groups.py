@@ -58,9 +58,12 @@ def test_one_parameter_of_a_unit_added_leaves_its_neighbours_weights(
     model, optimizer = workshop.made(optimizer=head_only, tier=tier, compute_dtype=dtype)
     data = [(x.to(dtype), y.to(dtype)) for x, y in batches(2)]
     train(model, optimizer, data)
+    start = weights(model)
     optimizer.add_param_group({"params": [model.blocks[0].up.bias], "lr": 0.0, "weight_decay": 0.0})
     train(model, optimizer, data)
     before = weights(model)
+    for name in start:
+        assert name.startswith("head") or torch.equal(before[name], start[name]), name  # their rate is 0
     outsize.save(workshop.disk.parent / "ckpt", model, optimizer)
     again = Stack()
     outsize.prepare(again, device=workshop.device)

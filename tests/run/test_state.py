@@ -272,8 +272,7 @@ def test_state_dicts_resume_16_bit_training_bit_for_bit(
     of_optimizer = copy.deepcopy(pair.optimizer.state_dict())
     train(pair.model, pair.optimizer, data[3:])
 
-    torch.manual_seed(1)
-    model, optimizer = workshop.made(optimizer=make, tier=tier, compute_dtype=dtype)
+    model, optimizer = workshop.made(optimizer=make, tier=tier, seed=1, compute_dtype=dtype)
 
     def load_model() -> None:
         with outsize.gathered(model, modify=True):
