@@ -203,6 +203,30 @@ def test_looking_at_gradients_on_disk_loses_none_of_them(
     assert_same(seen[1], seen[0])
 
 
+class Wide(Built, layers=lambda: nn.ModuleList(nn.ParameterList([torch.randn(600, 600) / 24] * 4) for _ in range(2))):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            for weight in layer:
+                x = x @ weight
+        return x
+
+
+def test_gradients_that_are_on_disk_make_way_while_those_of_the_next_unit_come(workshop: Workshop) -> None:
+    pair = workshop.pair(Wide, tier="disk", units=["layers.0", "layers.1"])
+    first, second = prepared(pair.model).engine.parameters.units
+    in_flight: list[int] = []
+    arriving = list(pair.model.layers[0])[::-1]
+    hooks: list[Callable[[Tensor], None]] = [
+        lambda _: second.await_written(),
+        lambda _: in_flight.append(outsize.memory(pair.model).now["host/grads in flight"]),
+    ]
+    handles = [param.register_post_accumulate_grad_hook(hook) for param, hook in zip(arriving[1:], hooks, strict=False)]
+    pair.model(torch.randn(2, 600)).sum().backward()
+    for handle in handles:
+        handle.remove()
+    assert in_flight == [first.nbytes]
+
+
 def test_a_gradient_set_by_the_user_is_used(pair: Pair) -> None:
     for model, optimizer in pair.both:
         for param in model.parameters():

@@ -209,6 +209,7 @@ class Simulation:
                 if unit.waiting >= WAITING_BYTES:
                     self._open(unit).fill(unit.waiting)
                     unit.waiting = 0
+                    self._streamer.room.make_way()
                 world.note(world.live + Live.of(nbytes, world.on_cpu))
             if not missing:
                 self._complete(unit, nbytes)

@@ -241,12 +241,21 @@ class Room:
         self._reduction.buffers.drop_free()
         return self.in_use < before
 
-    def _take_stock(self) -> None:
-        """Gradients that are on disk by now take no memory. A unit that was updated in the backward may be released."""
+    def make_way(self) -> None:
+        """Gradients that are on disk by now, and freed memory, make way for what operations and gradients take."""
+        with self.lock:
+            self._drop_written()
+        self.ledger.make_way()
+
+    def _drop_written(self) -> None:
         if self._grads_in_flight:
             with self._live.waiting():
                 for each in self._places:
                     each.drop_if_written()
+
+    def _take_stock(self) -> None:
+        """Gradients that are on disk by now take no memory. A unit that was updated in the backward may be released."""
+        self._drop_written()
         for unit in self._here if self._reduction is None else ():
             if unit.state is Residency.FETCHING and unit.fetched:
                 self.arrive(unit)

@@ -63,7 +63,7 @@ class Streamer:
                 if self._left or self._another_round("backward" if in_backward() else "forward", needed=True):
                     self._take_part(self._left.popleft())
             turned(unit.name)
-            self.room.ledger.make_way()
+            self.room.make_way()
             if unit.state is Residency.FETCHING and not unit.fetched:  # the unit before has room for the one behind
                 self.prefetch()
             self._bring(unit)
@@ -75,7 +75,7 @@ class Streamer:
             self.live.check()
             self.schedule.use(unit.index)
             self.settle(unit)
-            self.room.ledger.make_way()
+            self.room.make_way()
             self.room.last = None  # the unit before is in use no more, or a frame or a view says so
             self.room.make_for(None, nbytes)
             self.prefetch()

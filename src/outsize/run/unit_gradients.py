@@ -74,7 +74,7 @@ class UnitGradients:
         self._waiting_bytes += slot.numel * OWN_BYTES[slot.dtype]
         if self._missing and (self._waiting_bytes >= WAITING_BYTES or self.collector is not None):
             self._lay_waiting_down()
-            self._streamer.room.ledger.make_way()
+            self._streamer.room.make_way()
         return not self._missing
 
     def take_tile(self, name: str, first: int, grad: torch.Tensor) -> None:
