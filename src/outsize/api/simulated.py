@@ -39,6 +39,8 @@ CHUNK_SECONDS = 150e-6
 """Of Python, for a chunk that comes from the drive or goes there."""
 TURN_SECONDS = 5e-3
 """After which Python lets another thread go on: the loop hears so late of what the conveyor's has done."""
+KEPT = 1.1
+"""Times the most that lived in a heap of which freed memory is kept: what comes does not fit all that is free."""
 
 
 @final
@@ -72,7 +74,7 @@ class World:
         self.live = NONE_LIVE
         self.keeps = False  # whether the allocator keeps what operations have freed, and gives gradients other memory
         self.holes = 0  # bytes of it that are kept where not all are
-        self._most_heap = 0
+        self.most_heap = 0
         self.peak = {"device": 0, "host": 0, "disk": 0}
         self.untouched: dict[int, int] = {}  # by unit: memory for gradients of which the pages have not come
         self.on_cpu = machine.device == "cpu"
@@ -161,8 +163,8 @@ class World:
     def note(self, most: Live | None = None) -> None:
         """Remember the most bytes of each tier; operations have made `most`."""
         live = self.live if most is None else most
-        self._most_heap = max(self._most_heap, live.heap)
-        made = self._most_heap + live.mapped if self.keeps else live.nbytes + self.holes
+        self.most_heap = max(self.most_heap, live.heap)
+        made = round(KEPT * self.most_heap) + live.mapped if self.keeps else live.nbytes + self.holes
         now: dict[str, int] = {"device": made, "host": -sum(self.untouched.values()), "disk": 0}
         for account, nbytes in self.ledger.now.items():
             now[account.partition("/")[0]] += nbytes

@@ -33,10 +33,11 @@ from outsize.run.unit_gradients import WAITING_BYTES
 
 STEPS = 3
 """The first learns the order, the second pays the first updates, the third is like all that follow."""
-SLACK, SLACK_BYTES, HOLES = 0.055, 3 << 20, 0.25
-"""On a CPU. Of the memory of a step: scratch memory of kernels. Of the gradients that leave the heap to where they
-rest: what an allocator that keeps freed memory loses between them. One that gives it back loses half of what may come
-before that."""
+SLACK, SLACK_BYTES = 0.055, 2 << 20
+"""On a CPU. Of the memory of a step: scratch memory of kernels."""
+HOLES = 0.5
+"""Of gradients that leave the heap to where they rest: what the allocator loses between them. They lie where operations
+make and free the rest of a heap that is kept, or between two looks at one that is given back."""
 
 
 @dataclass
@@ -156,11 +157,11 @@ class Simulation:
 
     def _peak(self) -> dict[str, int]:
         """With what nobody counts: on the CPU, what kernels and the allocator take."""
-        peak = dict(self._world.peak)
-        if self._world.on_cpu:
+        world, peak = self._world, dict(self._world.peak)
+        if world.on_cpu:
             leave = sum(unit.heap_grads for unit in self._units if unit.tiers.grads != "device")
             peak["device"] += SLACK_BYTES + round(SLACK * (peak["device"] + peak["host"]))
-            peak["device"] += round(HOLES * leave) if self._world.keeps else min(leave, LOOK_BYTES) // 2
+            peak["device"] += round(HOLES * min(leave, world.most_heap if world.keeps else LOOK_BYTES))
         return peak
 
     def _happen(self, event: Event) -> None:

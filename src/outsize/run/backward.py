@@ -91,6 +91,5 @@ class Backward:
             else:
                 gradients.finish()  # a hook of the user's may have added to a gradient that was complete
         if self._reduction is not None:
-            self._reduction.no_more_comes(interrupted=not complete)
-            self._streamer.end_pass("backward")
-            self._reduction.backward_over(interrupted=not complete)
+            with self._reduction.ending(interrupted=not complete):
+                self._streamer.end_pass("backward")

@@ -97,22 +97,24 @@ class Reduction:
         """A unit has something to reduce."""
         self._due = self._due or not self.sync or not in_backward()  # whose end says so under `sync`, on every rank
 
-    def no_more_comes(self, interrupted: bool) -> None:
-        """A backward is over on this rank: what is left to reduce starts."""
+    @contextmanager
+    def ending(self, interrupted: bool) -> Iterator[None]:
+        """A backward ends: on this rank before the block, on every rank after it. An interrupted one ended early, not
+        at the same place on each."""
         self.dropping = self.sync and interrupted  # also of what the next reductions lay down
-        for collector in self.collectors if self.dropping else ():
-            collector.abandon()
-        self.unit_complete(0)
-
-    def backward_over(self, interrupted: bool) -> None:
-        """A backward is over on every rank; an interrupted one ended early, not at the same place on each."""
-        if self.sync:
-            self._passed = 0
-            self._due = self._due or not interrupted
-        if self.sync and not interrupted:
-            self.complete()
-        self.flush()
-        self.dropping = False
+        try:
+            for collector in self.collectors if self.dropping else ():
+                collector.abandon()
+            self.unit_complete(0)
+            yield
+            if self.sync:
+                self._passed = 0
+                self._due = self._due or not interrupted
+            if self.sync and not interrupted:
+                self.complete()
+            self.flush()
+        finally:
+            self.dropping = False
 
     def unit_complete(self, unit: int) -> None:
         """This rank has all gradients of the unit; see Note [Units that some ranks do not use]."""
