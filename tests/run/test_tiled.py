@@ -123,7 +123,7 @@ REFUSED: list[tuple[type[Exception], str, Any]] = [
     (TypeError, "takes a torch.nn.Module, not int", lambda: outsize.tiled(3)),  # type: ignore[arg-type]
     (ValueError, "tiles is 0; it must be an integer of at least 1", lambda: outsize.tiled(Mlp(), tiles=0)),
     (ValueError, "dim is -1; it must be an integer of at least 0", lambda: outsize.tiled(Mlp(), dim=-1)),
-    (ValueError, r"the module \(Mixing\) cannot run in tiles .* depends on the", lambda: mixed(Mixing())),
+    (ValueError, r"Mixing cannot run in tiles .* depends on the", lambda: mixed(Mixing())),
     (ValueError, r"cannot run in tiles .* one by one", lambda: mixed(nn.Unflatten(1, (2, -1)))),
 ]
 
@@ -136,3 +136,19 @@ def mixed(module: nn.Module) -> None:
 def test_what_cannot_be_tiled_is_refused(kind: type[Exception], message: str, call: Any) -> None:
     with pytest.raises(kind, match=message):
         call()
+
+
+class Shifts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x.add_(1))
+
+
+def test_the_remedy_for_a_module_that_changes_its_input_is_that_of_the_call_that_tiles_it() -> None:
+    module, x = outsize.tiled(Shifts(), tiles=4), torch.ones(2, 16, 8)
+    with pytest.raises(RuntimeError, match=r"^layer Shifts changes .*: outsize.tiled\(module, tiles=1\) leaves"):
+        module(x)
+    outsize.tiled(module, tiles=1)(x).sum().backward()

@@ -115,7 +115,8 @@ class Layer:
     ) -> None:
         self._modules = list(module.modules())
         self._number = number_of(self._modules)
-        self._short, self._name = name, f"{name} ({type(module).__name__})"
+        kind = type(module).__name__
+        self._short, self._name = name or kind, f"{name} ({kind})" if name else kind
         self._forward = forward
         self._mode = mode
         self._parts = parts
@@ -159,8 +160,8 @@ class Layer:
         if self._parts.strict:
             return "as outsize.tiled does it: outsize.tiled(module, tiles=1) leaves it whole"
         return (
-            'which activations="recompute" asks for and "auto", the default, chooses for such layers: pass '
-            'activations="keep" to outsize.prepare'
+            'as activations="recompute" does it, and "auto", the default, for such layers: pass activations="keep" to '
+            "outsize.prepare"
         )
 
     def _in_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -236,9 +237,8 @@ class Layer:
         has_backward = any(each.requires_grad for each in (*inputs, *self._modules[0].parameters()))
         if has_backward and versions != [version_of(each) for each in inputs]:
             raise RuntimeError(
-                f"layer {self._name} changes its input in place, so it cannot be recomputed, which "
-                f'activations={self._mode!r} asks for and "auto", the default, chooses for such layers: pass '
-                f'activations="keep", or make the operation not in-place'
+                f"layer {self._name} changes its input in place, so it cannot be recomputed, {self._remedy}. Or make "
+                f"the operation not in-place"
             )
         self._copies_large = state.settle()
         return result
@@ -431,5 +431,5 @@ def tiled(module: nn.Module, dim: int = 1, tiles: int = 8) -> nn.Module:
             del module.__dict__["forward"]
     if tiles > 1:
         parts = Parts(tiles, dim, strict=True)
-        module.__dict__["forward"] = Layer(module, "the module", module.forward, "recompute", parts, Activations())
+        module.__dict__["forward"] = Layer(module, "", module.forward, "recompute", parts, Activations())
     return module
