@@ -13,7 +13,6 @@ from outsize.cli.wording import in_options
             "do not fit host_memory=1.0 GiB and no disk is given; pass disk='/path' or raise host_memory",
             "do not fit --host-memory 1.0 GiB and no disk is given; pass --disk /path or raise --host-memory",
         ),
-        ("raise host_memory to 1 GiB or cut the module smaller with units=", "raise --host-memory to 1 GiB"),
         ("free some, or raise disk_space", "free some, or raise --disk-space"),
         ("raise host_memory or let grads be 'auto'", "raise --host-memory or use --grads auto"),
         ("use stage=3, where each rank keeps a part", "use --stage 3, where each rank keeps a part"),

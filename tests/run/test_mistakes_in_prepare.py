@@ -234,9 +234,11 @@ def test_preparing_twice_is_refused(workshop: Workshop) -> None:
     pair.train(batches(2))
 
 
-def test_an_embedding_that_writes_its_weight_is_refused_in_prepare(workshop: Workshop) -> None:
-    model = nn.Sequential(nn.Embedding(8, 16, max_norm=1.0), nn.Linear(16, 4))
-    refused(model, adamw(model), r"'0' has max_norm=1\.0, which writes its weight", **workshop.fields("disk"))
+@pytest.mark.parametrize("name", ["0", "Embedding"])
+def test_an_embedding_that_writes_its_weight_is_refused_in_prepare(workshop: Workshop, name: str) -> None:
+    table = nn.Embedding(8, 16, max_norm=1.0)
+    model = nn.Sequential(table, nn.Linear(16, 4)) if name == "0" else table
+    refused(model, adamw(model), rf"'{name}' has max_norm=1\.0, which writes its weight", **workshop.fields("disk"))
 
 
 class Own(nn.Parameter):
@@ -271,3 +273,20 @@ def test_what_a_model_has_already_must_fit(workshop: Workshop, change: Any, matc
     if change is with_own_class:
         optimizer = adamw(model)
     refused(model, optimizer, match, **workshop.fields("disk"))
+
+
+@pytest.mark.parametrize("units", [None, nn.Sequential, nn.Linear], ids=["none", "large", "small"])
+def test_a_unit_that_is_too_large_is_cut_by_the_budget_where_no_units_are_named(
+    units: type[nn.Module] | None,
+) -> None:
+    """The error says so where units were named. Where they were not, there is nothing to leave out."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128)) for _ in range(2)))
+    fields: dict[str, Any] = {"host_memory": "400KiB", "device": "cpu", "disk": ".", "units": units}
+    if units is None:
+        fields |= {"host_memory": "300KiB", "tiles": False}
+    error = refusal(model, **fields)
+    assert error is not None
+    assert str(error).endswith(" or leave units= out") == (units is not None)
+    assert ("units=" in str(error)) == (units is not None)
+    if units is not None:
+        assert refusal(model, **{**fields, "units": None}) is None

@@ -34,6 +34,7 @@ from outsize.planning.layout import (
     with_whole_rows,
 )
 from outsize.planning.placement import (
+    SMALLER,
     Budgets,
     RunAgain,
     UnitBytes,
@@ -237,7 +238,9 @@ def _with_least(
         if error.field == "disk_space" and full:
             message = message.replace(f"some, or {remedy}", f"some until {format_at_least(least)} may be used there")
         if "units=" not in str(found):  # what is missing in the end is no unit's
-            message = message.replace(" or cut the module smaller with units=", ", for all that must lie there")
+            message = message.replace(SMALLER, ", for all that must lie there")
+        elif config.units is None:  # the budgets have cut the units
+            message = message.replace(SMALLER, "")
         return BudgetError(message, error.field, least, given)
     return error
 

@@ -119,8 +119,9 @@ def refuse_unseen(model: nn.Module, units: Sequence[Unit]) -> None:
             )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise ValueError(
-                f"module {name!r} has max_norm={module.max_norm}, which writes its weight in every forward; set "
-                f"max_norm=None and renormalize after step() inside outsize.gathered(weight, modify=True)"
+                f"module {(name or type(module).__name__)!r} has max_norm={module.max_norm}, which writes its weight "
+                f"in every forward; set max_norm=None and renormalize after step() inside "
+                f"outsize.gathered(weight, modify=True)"
             )
 
 
@@ -241,9 +242,10 @@ def refuse_tables(
 ) -> None:
     """Raise `ValueError` for what tables that are used by rows do not serve. `shared`: on several ranks."""
     dense = "use sparse=False"
+    without = "leave it out, or use sparse=False"
     what = {
-        f"delayed_update={config.delayed_update}": (config.delayed_update is not False, dense),
-        "state_format='compact'": (config.state_format == "compact", dense),
+        f"delayed_update={config.delayed_update}": (config.delayed_update is not False, without),
+        "state_format='compact'": (config.state_format == "compact", without),
         "an empty table": (any(not infos[name].numel for name in tables), dense),
         "tensor parallelism": (ranks is not None and ranks.tensor is not None, dense),
         "copies of the model": (

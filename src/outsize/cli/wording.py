@@ -18,7 +18,6 @@ _SENTENCES = (  # what the command line has another remedy for, or none
     ),
     (r"optimizer\.step\(\): ", ""),
     (r"Call zero_grad\(\) and go on with another batch, or lower the learning rate", "Lower the learning rate (--lr)"),
-    (r" or cut the module smaller with units=", ""),
     (r"delayed_update=True", "--delayed-update"),
 )
 

@@ -17,6 +17,7 @@ MIN_STAGING_BYTES = 256 << 10
 MIN_SLAB_BYTES = 4 << 20
 MIN_OUTBOX_BYTES = 64 << 10
 GOLDEN = 0.6180339887498949
+SMALLER = " or leave units= out"  # then the budgets cut them
 """Its multiples, without their whole part, lie evenly between 0 and 1, however many there are (Knuth 6.4)."""
 
 MIN_DEPTH, MAX_DEPTH = 3, 8
@@ -272,7 +273,7 @@ def check_largest_unit(units: Sequence[UnitBytes], budgets: Budgets, together: U
         return
     least = budgets.least_for(needed)
     extra = f" and {format_bytes(least - needed)} of staging" if budgets.device is None else ""
-    what, kinds, remedy = f"unit {name!r}", "parameters and gradients", " or cut the module smaller with units="
+    what, kinds, remedy = f"unit {name!r}", "parameters and gradients", SMALLER
     if isinstance(several, RunAgain):
         what, remedy = f"layer {name!r}", " or pass activations='auto'"
         kinds = "parameters, which it holds when it runs again in the backward, and the largest gradients"
@@ -430,7 +431,7 @@ def _shortage_of_host(units: Sequence[UnitBytes], budgets: Budgets, tiers: Seque
     return BudgetError(
         f"gradients on their way to disk take {format_bytes(moving)} of host memory with staging, the largest those of "
         f"unit {largest.name!r}, but host_memory is {format_bytes(budgets.host)}; raise host_memory to at least "
-        f"{format_at_least(least)} or cut the module smaller with units=",
+        f"{format_at_least(least)}{SMALLER}",
         "host_memory",
         least,
         budgets.host,
