@@ -61,8 +61,11 @@ def test_vmap_over_a_parameter_of_another_module_is_refused(workshop: Workshop, 
     if tier == "device":  # where the values always are
         model(x).sum().backward()
         return
-    with pytest.raises(RuntimeError, match=r"torch.vmap takes '0.weight' apart .*pass a copy, `0.weight.clone\(\)`"):
+    with pytest.raises(RuntimeError, match=r"takes '0.weight' apart .*pass a copy, `0.weight.clone\(\)`, made in"):
         model(x)
+    with outsize.gathered(model[0].weight):  # as the message says where no forward runs
+        copied = model[0].weight.clone()
+    assert torch.vmap(lambda each: x @ each)(copied).shape[1] == 4
 
 
 def test_torch_func_grad_is_refused_outside_gathered_and_right_inside(workshop: Workshop, tier: str) -> None:

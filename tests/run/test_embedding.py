@@ -460,7 +460,7 @@ def test_optimizers_that_cannot_update_rows_are_refused(workshop: Workshop, opti
 @pytest.mark.parametrize("fields", [{"delayed_update": True}, {"state_format": "compact"}])
 def test_fields_that_rows_do_not_serve_are_refused(workshop: Workshop, fields: dict[str, Any]) -> None:
     model = nn.Embedding(10, 4, sparse=True)
-    with pytest.raises(ValueError, match=r"table 'weight'.* cannot be moved alone with .*sparse=False"):
+    with pytest.raises(ValueError, match=r"table 'weight'.* cannot be moved alone with .*leave it out, or"):
         outsize.prepare(model, adagrad(model), **workshop.fields("disk", **fields))
 
 

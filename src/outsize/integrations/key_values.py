@@ -136,7 +136,7 @@ class _Shared:
         if count + new > self._tokens:
             raise ValueError(
                 f"KeyValueCache was made for {self._tokens} tokens a sequence, and {count + new} are needed: pass "
-                f"tokens={count + new} or more, prompt and answer together"
+                f"tokens={count + new} or more, prompt and answer together. A cache is for one call of generate()"
             )
         if len({each.dtype for each in kept}) > 1:
             raise ValueError(

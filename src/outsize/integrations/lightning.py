@@ -203,7 +203,9 @@ class OutsizeStrategy(_OnRanks, DDPStrategy):  # type: ignore[misc]  # Lightning
     def _only_optimizer(self, trainer: Any) -> Any:
         self.setup_optimizers(trainer)
         real = [each for each in self.optimizers if each.param_groups]  # Lightning's stand-in for none has no group
-        if len(real) != 1:
+        if not real:
+            raise ValueError("configure_optimizers gives no optimizer, and outsize trains a model with one: return it")
+        if len(real) > 1:
             raise ValueError(
                 f"configure_optimizers gives {len(real)} optimizers, and outsize trains a model with one: give it "
                 f"several parameter groups, or train parts of the model with Fabric, each with its own"

@@ -118,8 +118,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # not read by mypy
             resume_from_checkpoint = last_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
                 raise ValueError(
-                    f"there is no complete checkpoint in {self.args.output_dir}; one that was saved with "
-                    f"save_only_model=True has no state to go on with"
+                    f"there is no complete checkpoint in {self.args.output_dir}; one that was saved without outsize, "
+                    f"or with save_only_model=True, has no state to go on with"
                 )
         if resume_from_checkpoint and not Path(resume_from_checkpoint, TRAINER_STATE_NAME).is_file():
             raise ValueError(f"{resume_from_checkpoint} is no checkpoint of a Trainer: it has no {TRAINER_STATE_NAME}")

@@ -64,7 +64,7 @@ def call_of_a_copy(kind: str) -> NoReturn:
 def vmap(name: str) -> NoReturn:
     raise RuntimeError(
         f"torch.vmap takes {name!r} apart where outsize cannot see it, and its values may be on disk: pass a "
-        f"copy, `{name}.clone()`, or without gradients open `outsize.gathered(param)` around it"
+        f"copy, `{name}.clone()`, made in a forward or inside `with outsize.gathered(param):`"
     )
 
 
