@@ -186,6 +186,21 @@ def test_snippets_of_the_page_run(page: str, tmp_path: Path, monkeypatch: pytest
         exec(compile("\n" * line + code, ROOT / page, "exec"), known)
 
 
+def test_the_plan_of_the_quick_start_is_the_one_that_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    known: dict[str, Any] = {}
+    for _, code in snippets_of(ROOT / "docs" / "quick-start.md")[:2]:
+        exec(code, known)
+    printed = capsys.readouterr().out
+    (shown,) = re.findall(r"^```\n(unit .*?)\n```$", (ROOT / "docs" / "quick-start.md").read_text(), re.M | re.DOTALL)
+    assert printed.startswith(shown)
+    notebook = json.loads((ROOT / "examples" / "notebooks" / "quick-start.ipynb").read_text())
+    outputs = [out for cell in notebook["cells"] for out in cell.get("outputs", ())]
+    assert any("".join(out.get("text", "")).startswith(shown) for out in outputs)
+
+
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", ["quick-start", "fine-tuning", "inside-a-step"])
 def test_notebook_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,10 +78,10 @@ def gradient_of_tiles(name: str) -> NoReturn:
 
 def set_data(name: str) -> NoReturn:
     raise RuntimeError(
-        f"{name}.data cannot be replaced: the parameter's memory belongs to outsize; write its values with `with "
-        f"outsize.gathered(param, modify=True): param.copy_(...)`; device and dtype are set by "
-        f"outsize.prepare(device=..., compute_dtype=...). A library that does so in its first forward (ActNorm): run "
-        f"one before outsize.prepare"
+        f"{name}.data cannot be replaced: the parameter's memory belongs to outsize. Write its values with `with "
+        f"outsize.gathered(param, modify=True): param.copy_(...)`. Device and dtype are set by "
+        f"outsize.prepare(device=..., compute_dtype=...). To give it another shape, call outsize.release(model). "
+        f"A library that does so in its first forward (ActNorm): run one before outsize.prepare"
     )
 
 
