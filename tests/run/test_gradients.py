@@ -149,6 +149,14 @@ def test_tensor_hooks_change_the_gradient_that_is_used(pair: Pair) -> None:
     pair.train(batches(3), clip=1.0)
 
 
+def test_a_post_accumulate_hook_that_returns_a_tensor_is_refused_as_torch_does(pair: Pair) -> None:
+    for model in (pair.plain, pair.model):
+        handle = model.head.weight.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(2))
+        with pytest.raises(RuntimeError, match="post accumulate grad hooks should return None"):
+            model(batches(1)[0][0]).sum().backward()
+        handle.remove()
+
+
 def test_post_accumulate_hooks_see_the_gradient(pair: Pair) -> None:
     seen: list[list[float]] = [[], []]
     for shown, (model, _) in zip(seen, pair.both, strict=True):

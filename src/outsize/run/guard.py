@@ -266,9 +266,11 @@ _unguarded_call: Any = torch._C._disabled_torch_function_impl
 
 def hear_of_gradients(param: torch.Tensor, arrives: Callable[[torch.Tensor], None]) -> None:
     """Call a method, whose object may go, after autograd has left a gradient in the parameter."""
-    known = weakref.WeakMethod(arrives)
+    known, own = weakref.WeakMethod(arrives), id(param)
 
     def arrived(param: torch.Tensor) -> None:
+        if id(param) != own:  # torch gives it what the hook before it returned
+            raise RuntimeError("Tensor post accumulate grad hooks should return None.")  # as torch says
         arrives = known()
         if arrives is not None:
             _unguarded_call(arrives, (), (param,))
