@@ -294,6 +294,8 @@ def test_ids_that_are_not_found_ahead_are_told_once(workshop: Workshop, caplog: 
     assert len(caplog.records) == 1
     with pytest.raises(ValueError, match=r"ids= names 'other'; the tables.*'table.weight'"):
         list(outsize.lookahead(columns(3), model, lambda batch: {"other": batch["clicks"]}))
+    with pytest.raises(TypeError, match=r"ids= gave a Tensor; it must give \{parameter name: ids\}"):
+        list(outsize.lookahead(columns(3), model, lambda batch: batch["clicks"]))  # type: ignore[arg-type]
 
 
 # -- checkpoints ---------------------------------------------------------------------------------------------------

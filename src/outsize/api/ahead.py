@@ -26,7 +26,8 @@ def lookahead(
             one were, in tensors of the batch or views of them.
         ids: for ids that the model computes (hashes, offsets): a function from a batch to `{parameter name: ids}`.
 
-    Raises `ValueError` for a model that is not prepared, and in the loop for a name in `ids` that is no table's.
+    Raises `ValueError` for a model that is not prepared, and in the loop for a name in `ids` that is no table's;
+    `TypeError` in the loop where `ids` gives anything but such a dict.
 
     >>> for batch in outsize.lookahead(loader, model):
     ...     loss = model(batch).mean()

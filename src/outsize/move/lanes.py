@@ -110,7 +110,8 @@ class Model:
         return self.failed(
             f"the ranks have gone different ways. {who_says_what(words)}. Every rank must run the same modules in the "
             f"same order, take the same number of steps, and call prepare, save, load, export and gathered with the "
-            f"others; the state at rest is that of the last completed step"
+            f"others. Ranks that use different modules by design (experts) need unused='sync'. The state at rest is "
+            f"that of the last completed step"
         )
 
     def gone(self, said: tuple[int | None, str] | None, words: str, remedy: str = "") -> RanksError:

@@ -104,6 +104,8 @@ class Lookahead:
 
     def _prefetch(self, batch: Any) -> None:
         given: Mapping[str, torch.Tensor] = {} if self._ids_of is None else self._ids_of(batch)
+        if not isinstance(given, Mapping):
+            raise TypeError(f"ids= gave a {type(given).__name__}; it must give {{parameter name: ids}} for a batch")
         unknown = set(given) - {table.name for table in self._tables}
         if unknown:
             raise ValueError(
