@@ -261,8 +261,8 @@ def with_the_state_of_another(model: nn.Module, optimizer: torch.optim.Optimizer
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (with_sparse_gradient, "the gradient of 'head.weight' is sparse .*; use dense gradients"),
-        (with_own_class, "parameter 'head.weight' is a Own; outsize shards plain nn.Parameter only"),
+        (with_sparse_gradient, r"the gradient of 'head.weight' is sparse .*; call optimizer.zero_grad\(\) before"),
+        (with_own_class, "parameter 'head.weight' is of the class Own; outsize takes plain ones"),
         (with_the_state_of_another, r"the optimizer's state 'exp_avg' of 'head.weight' has the shape \(3,\)"),
     ],
 )

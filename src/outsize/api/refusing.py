@@ -146,7 +146,10 @@ def check_devices(plan: PlacedModel, config: Config) -> None:
             )
         plain = type(param) is nn.Parameter or is_distributed(param) or name in plan.inside
         if not plain and param.layout is torch.strided and not isinstance(param, PagedParameter):
-            raise ValueError(f"parameter {name!r} is a {type(param).__name__}; outsize shards plain nn.Parameter only")
+            raise ValueError(
+                f"parameter {name!r} is of the class {type(param).__name__}; outsize takes plain ones, "
+                f"nn.Parameter(param.detach())"
+            )
 
 
 def check_tables(plan: PlacedModel, rule: Rule, optimizer: torch.optim.Optimizer) -> None:
@@ -169,7 +172,10 @@ def check_existing(plan: PlacedModel, optimizer: torch.optim.Optimizer | None) -
     """Gradients and optimizer state that exist already can be taken over."""
     for name, param in plan.parameters.items():
         if param.grad is not None and param.grad.layout is not torch.strided:
-            raise ValueError(f"the gradient of {name!r} is sparse ({param.grad.layout}); use dense gradients")
+            raise ValueError(
+                f"the gradient of {name!r} is sparse ({param.grad.layout}), and cannot be taken over; call "
+                f"optimizer.zero_grad() before outsize.prepare"
+            )
         state = optimizer.state.get(param, {}) if optimizer is not None else {}
         for key in plan.kept.arrays:
             value = state.get(key)
