@@ -17,8 +17,9 @@ MIN_STAGING_BYTES = 256 << 10
 MIN_SLAB_BYTES = 4 << 20
 MIN_OUTBOX_BYTES = 64 << 10
 GOLDEN = 0.6180339887498949
-SMALLER = " or leave units= out"  # then the budgets cut them
 """Its multiples, without their whole part, lie evenly between 0 and 1, however many there are (Knuth 6.4)."""
+SMALLER = " or leave units= out"
+"""A remedy where units are too large: then the budgets cut them."""
 
 MIN_DEPTH, MAX_DEPTH = 3, 8
 """Slabs of staging: one being read, one being updated, one being written; more of these where they are not small."""
