@@ -284,8 +284,8 @@ class HoldsUp:
     def __init__(self, group: Any, store: Any) -> None:
         self._group, self._store = group, store
 
-    def _allgather_base(self, *given: Any) -> HeldUp:
-        return HeldUp(self._group._allgather_base(*given), self._store)
+    def broadcast(self, *given: Any) -> HeldUp:
+        return HeldUp(self._group.broadcast(*given), self._store)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import outsize
-from outsize.move.memory import Ledger
+from outsize.move.memory import Ledger, resident_bytes
 from outsize.run.buffers import Buffers
 from tests.conftest import take_step
 from tests.ranks.launching import in_turn, run_on_ranks
@@ -208,6 +209,33 @@ def test_without_room_for_whole_gradients_each_backward_reduces(tmp_path: Path) 
     for said, peak, sent in run_on_ranks(2, accumulate, "680KiB", str(tmp_path)):
         assert "inside no_sync each backward reduces its gradients: whole ones (576.0 KiB) do not fit" in said
         assert peak <= 2 and sent == 3 * units
+
+
+def gather_wide_layers(disk: str) -> tuple[int, int]:
+    """What a forward adds to resident memory at most, and what of it is counted."""
+    model = nn.Sequential(*(nn.Linear(2048, 4096, bias=False) if n % 2 else nn.Linear(4096, 2048) for n in range(4)))
+    outsize.prepare(model, host_memory="96MiB", disk=disk, params="disk", units=["Linear"])
+    ledger, over, seen = prepared(model).resources.ledger, threading.Event(), []
+
+    def look() -> None:
+        while not over.wait(0.0005):
+            seen.append(resident_bytes()[0])
+
+    with torch.no_grad():
+        model(torch.ones(1, 4096))
+        before, counted = resident_bytes()[0], sum(ledger.now.values())
+        ledger.peak, watcher = dict(ledger.now), threading.Thread(target=look)
+        watcher.start()
+        model(torch.ones(1, 4096))
+    over.set()
+    watcher.join()
+    return max(seen) - before, sum(ledger.peak.values()) - counted
+
+
+def test_a_gather_takes_no_memory_beside_the_unit(tmp_path: Path) -> None:
+    unit = 32 << 20
+    for added, counted in run_on_ranks(2, gather_wide_layers, str(tmp_path)):
+        assert added <= counted + unit // 4
 
 
 def train_in_little_memory(memory: str, disk: str) -> list[tuple[int, int, bool]]:

@@ -25,6 +25,7 @@ from torch import nn
 
 from outsize.config import Config
 from outsize.move.codes import CODE_DTYPES, blocks_of
+from outsize.move.comm import Broadcasts
 from outsize.move.disk import naming, nearest, open_direct
 from outsize.move.generations import sums_of
 from outsize.move.grad_ops import AS_IT_IS
@@ -293,10 +294,17 @@ def _usual_seconds(work: Callable[[], object], device: torch.device | None = Non
 def _collectives(device: torch.device) -> Mapping[str, Any]:
     """Of an all-gather of the default group; each rank calls it."""
     curve = []
+
+    def gather() -> None:
+        if device.type == CPU:
+            Broadcasts(dist.group.WORLD, whole.chunk(dist.get_world_size())).wait()
+        else:
+            dist.all_gather_into_tensor(whole, mine)
+
     for nbytes in GATHERED_BYTES:
         mine = torch.ones(max(nbytes // dist.get_world_size(), 1), dtype=torch.uint8, device=device)
         whole = torch.empty(mine.numel() * dist.get_world_size(), dtype=torch.uint8, device=device)
-        curve.append((nbytes, _usual_seconds(lambda: dist.all_gather_into_tensor(whole, mine), device)))  # noqa: B023
+        curve.append((nbytes, _usual_seconds(gather, device)))
     return {"collectives": curve}
 
 

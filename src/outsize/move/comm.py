@@ -135,6 +135,8 @@ class Ranks:
 
     def all_gather(self, flat: torch.Tensor, turn: Turn) -> Going:
         """Start to complete `flat` (1-D, a multiple of `size`), of which this rank has its own part in place."""
+        if not turn.lane.on_device:  # gloo's own all-gather takes memory for all of `flat`, and twice the time or more
+            return self._start(turn, lambda group: Broadcasts(group, flat.chunk(self.size)), flat.numel())
         return self._start(turn, lambda group: group._allgather_base(flat, self._part(flat)), flat.numel())
 
     def reduce(
@@ -308,6 +310,26 @@ def collectives() -> int:
         with suppress(RuntimeError):  # this kind of group does not count
             begun += group._get_sequence_number_for_group()
     return begun
+
+
+@final
+class Broadcasts:
+    """Each rank sends its part to all others, in place: as one piece of work."""
+
+    def __init__(self, group: Any, parts: Sequence[torch.Tensor]) -> None:
+        """`parts`: of each rank one, in their order."""
+        self._works = []
+        for rank, part in enumerate(parts):
+            options = dist.BroadcastOptions()
+            options.rootRank = rank
+            self._works.append(group.broadcast([part], options))
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self, *limit: timedelta) -> None:
+        for work in self._works:
+            work.wait(*limit)
 
 
 def _all_reduce(group: Any, values: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
