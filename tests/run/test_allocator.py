@@ -110,6 +110,16 @@ def test_where_little_has_gradients_freed_memory_is_kept_beside_room_for_the_wei
         assert (placed.kept_bytes > 0, placed.returns_freed_memory) == (kept, not kept)
 
 
+def test_weights_at_rest_in_host_memory_leave_room_to_be_gathered_before_freed_memory_is_kept(
+    workshop: Workshop,
+) -> None:
+    for budget, kept in (("12MiB", False), ("24MiB", True)):
+        with torch.device("cpu"):
+            model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(16)))  # 4 MiB
+        workshop.prepare(model.requires_grad_(False), host_memory=budget, device="cpu", params="host")
+        assert (prepared(model).placed.kept_bytes > 0) == kept
+
+
 OPERATIONS = """
 import ctypes, resource, sys
 from pathlib import Path

@@ -112,7 +112,7 @@ class PlacedModel:
     def left_bytes(self) -> int:
         """What the computing budget leaves beside all that rests in that memory, and all units gathered at once."""
         memory, pairs = self.budgets.sharing("device"), zip(self.unit_bytes, self.tiers, strict=True)
-        gathered = sum(unit.gathered for unit, tiers in pairs if unit.shared or tiers.params not in memory)
+        gathered = sum(unit.gathered for unit, tiers in pairs if unit.shared or tiers.params != "device")
         return self.budgets.computing[1] - resting_bytes(self.unit_bytes, self.tiers, memory) - gathered
 
     @property
