@@ -32,11 +32,12 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     train(model, optimizer, batches(1), clip=0.5)
 
 
+@pytest.mark.parametrize(("update", "budget"), [("fetch", "352KiB"), ("backward", "352KiB"), ("backward", "288KiB")])
 def test_gathered_units_and_gradients_share_the_room_that_the_budget_leaves(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, update: str, budget: str
 ) -> None:
     """At any time: gathered units + gradients on their way <= the room for them < all units."""
-    pair = workshop.pair(lambda: Stack(depth=8), tier="disk", host_memory="352KiB")
+    pair = workshop.pair(lambda: Stack(depth=8), tier="disk", host_memory=budget, update=update)
     streamer, ledger = prepared(pair.model).engine.streamer, prepared(pair.model).resources.ledger
     streamer.drop_idle()
     used: list[int] = []
@@ -47,7 +48,7 @@ def test_gathered_units_and_gradients_share_the_room_that_the_budget_leaves(
         used.append(sum(ledger.now.get(name, 0) for name in ("device/resident", "host/grads in flight")))
 
     monkeypatch.setattr(ledger, "add", watched)
-    train(pair.model, pair.optimizer, batches(4), clip=0.5)
+    train(pair.model, pair.optimizer, batches(4), clip=0.5 if update == "fetch" else None)
     assert (
         max(used)
         <= streamer.room.planned_capacity

@@ -58,7 +58,7 @@ class Backward:
         gradients = self._gradients[unit.index]
         if not gradients.arrives(slot):
             return
-        if self._stepper is None:  # else the update needs the weights beside the gradients
+        if self._stepper is None or not self._streamer.room.holds_beside_gradients(unit):  # else the update needs both
             self._streamer.finished(unit)  # before the gradients are copied: the weights may make room for them
         if not gradients.defer():
             self._complete(unit, True)

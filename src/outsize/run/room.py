@@ -96,6 +96,11 @@ class Room:
         self.started = {unit: None for unit in self.started if unit.state is not Residency.AT_REST}
         return self.started
 
+    def holds_beside_gradients(self, unit: Unit) -> bool:
+        """Whether the unit has room beside its own gradients on their way."""
+        passing = self._places[unit.index].passing_bytes if self._flight_room is None else 0
+        return self._reduction is not None or unit.nbytes + passing <= self._capacity
+
     # -- for units ---------------------------------------------------------------------------------------------------
 
     def fits(self, unit: Unit) -> bool:
