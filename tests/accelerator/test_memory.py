@@ -22,13 +22,12 @@ from tests.small_models import Built, Stack, linears
 KIB = 1 << 10
 
 
-class Tied(nn.Module):
+class Tied(
+    Built,
+    embed=lambda: nn.Embedding(200, 32),
+    layers=lambda: nn.Sequential(*[nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)) for _ in range(4)]),
+):
     """An embedding that is the head, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(200, 32)
-        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)) for _ in range(4)])
 
     def forward(self, x: Tensor) -> Tensor:
         rows = (x.abs() * 50).long().clamp(max=199)[:, :4]

@@ -22,7 +22,7 @@ from outsize.move.memory import HostBuffer
 from tests.accelerator import sim as simulator
 from tests.comparing import assert_same, assert_same_runs, weights
 from tests.conftest import KINDS, Trace, Workshop, adamw, batches, prepared, squared_error, squeeze, train
-from tests.small_models import Stack
+from tests.small_models import Built, Stack
 
 KIB = 1 << 10
 POLICIES = ("now", "hold", "random")
@@ -373,12 +373,8 @@ def test_a_resumed_run_draws_the_random_numbers_of_the_device_again(sim: Any, wo
     assert_same(values(second.model), values(first.model))
 
 
-class Tally(nn.Module):
+class Tally(Built, total=lambda: torch.zeros(())):
     """As a metric of torchmetrics: what it keeps is no buffer, and moves by an `_apply` of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = torch.zeros(())
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)

@@ -13,15 +13,11 @@ from torch import nn
 import outsize
 from tests.api.checkpoint_runs import prepare
 from tests.conftest import take_step
+from tests.small_models import Built
 
 
-class Scaled(nn.Module):
+class Scaled(Built, inner=(20, 20), scale=lambda: 1.0, history=lambda: torch.zeros(4)):
     """As modules that compute in 8 bits do: a scale, and the history that it is taken from."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(20, 20)
-        self.scale, self.history = 1.0, torch.zeros(4)
 
     def get_extra_state(self) -> Any:
         return {"scale": self.scale, "history": self.history}

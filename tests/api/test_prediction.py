@@ -228,19 +228,11 @@ def test_the_plain_tensors_of_a_convolution_are_there_twice_while_it_runs() -> N
 
 
 def test_a_layer_may_return_a_sparse_tensor() -> None:
-    class Sparse(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.eye(WIDTH))
-
+    class Sparse(Built, weight=lambda: nn.Parameter(torch.eye(WIDTH))):
         def forward(self) -> torch.Tensor:
             return (self.weight * 1.0).to_sparse()
 
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Sparse()
-
+    class Outer(Built, inner=Sparse):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.sparse.mm(self.inner(), x.T)
 

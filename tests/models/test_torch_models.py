@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 import outsize
+from tests.small_models import Built
 
 WIDTH = 48
 
@@ -33,14 +34,13 @@ def block(before: int, after: int) -> nn.Module:
     return nn.Sequential(nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU())
 
 
-class SmallUNet(nn.Module):
+class SmallUNet(
+    Built,
+    down=lambda: nn.ModuleList([block(3, 16), block(16, 32), block(32, 64)]),
+    up=lambda: nn.ModuleList([nn.ConvTranspose2d(64, 32, 2, 2), nn.ConvTranspose2d(64, 16, 2, 2)]),
+    head=lambda: nn.Conv2d(32, 2, 1),
+):
     """Down and up again, with running statistics and with skips from one end of the model to the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.ModuleList([block(3, 16), block(16, 32), block(32, 64)])
-        self.up = nn.ModuleList([nn.ConvTranspose2d(64, 32, 2, 2), nn.ConvTranspose2d(64, 16, 2, 2)])
-        self.head = nn.Conv2d(32, 2, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         skips = []
@@ -54,14 +54,13 @@ class SmallUNet(nn.Module):
         return self.head(x)  # [rows, 2, height, width]
 
 
-class Recurrent(nn.Module):
+class Recurrent(
+    Built,
+    embedding=lambda: nn.Embedding(64, WIDTH),
+    lstm=lambda: nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True, bidirectional=True),
+    head=(2 * WIDTH, 64),
+):
     """torch's LSTM gets all its weights in one call, as a list that the module keeps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(64, WIDTH)
-        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True, bidirectional=True)
-        self.head = nn.Linear(2 * WIDTH, 64)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.head(self.lstm(self.embedding(ids))[0])  # [rows, length, 64]

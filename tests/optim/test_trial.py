@@ -687,15 +687,14 @@ class VectorNorm(Plain):
         return grad / grad.norm() if grad.ndim == 1 else grad
 
 
-class Convolving(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(1, 4, 2)
-        self.middle = nn.Linear(36, 36)
-        self.tall = nn.Linear(36, 48)
-        self.head = nn.Linear(48, 4)
-        self.scale = nn.Parameter(torch.ones(()))
-
+class Convolving(
+    Built,
+    conv=lambda: nn.Conv2d(1, 4, 2),
+    middle=(36, 36),
+    tall=(36, 48),
+    head=(48, 4),
+    scale=lambda: nn.Parameter(torch.ones(())),
+):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.conv(x.view(-1, 1, 4, 4))).flatten(1)
         return self.head(torch.tanh(self.tall(torch.tanh(self.middle(x))))) * self.scale

@@ -194,13 +194,10 @@ class Offset(Built, values=lambda: nn.Parameter(torch.zeros(4, 16))):
         return x + self.values.view(4, 16)
 
 
-class Skip(nn.Module):
+class Skip(
+    Built, first=(16, 16), offset=Offset, beside=lambda: nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+):
     """The gradient of the offset waits for the skip connection while the layers beside that are reduced."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.offset = nn.Linear(16, 16), Offset()
-        self.beside = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.first(x)

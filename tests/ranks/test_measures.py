@@ -21,7 +21,7 @@ from outsize.run.buffers import Buffers
 from tests.conftest import take_step
 from tests.ranks.launching import in_turn, run_on_ranks
 from tests.ranks.training import assert_near, named_weights, prepared
-from tests.small_models import linears
+from tests.small_models import Built, linears
 
 BF16 = torch.bfloat16
 WIDTH, LAYERS, VOCABULARY = 128, 6, 16
@@ -275,13 +275,13 @@ def test_units_and_gradients_stay_within_a_small_budget(tmp_path: Path) -> None:
                 assert most <= room and not warned
 
 
-class Adapted(nn.Module):
+class Adapted(
+    Built,
+    base=lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False),
+    down=lambda: nn.Linear(WIDTH, 32, bias=False),
+    up=lambda: nn.Linear(32, WIDTH, bias=False),
+):
     """A frozen layer and a low-rank addition to it, all of which lies in the slice of one rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.down, self.up = nn.Linear(WIDTH, 32, bias=False), nn.Linear(32, WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.base(x) + self.up(self.down(x)))

@@ -19,6 +19,7 @@ import outsize
 from tests.conftest import take_step
 from tests.ranks.launching import Ended, ends_on_ranks, in_turn, run_on_ranks
 from tests.ranks.training import assert_near, named_weights, prepared, same_bits
+from tests.small_models import Built
 
 # What torch's own Adagrad says of sparse gradients.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -29,14 +30,13 @@ ROWS, WORDS = 3001, 40
 Batch = tuple[Tensor, Tensor]
 
 
-class Clicks(nn.Module):
+class Clicks(
+    Built,
+    items=lambda: nn.Embedding(ROWS, 16, padding_idx=3, sparse=True),
+    words=lambda: nn.EmbeddingBag(WORDS, 4, mode="mean", sparse=True),
+    head=(20, 1),
+):
     """A table that is used twice, bags of another one, and a dense layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.items = nn.Embedding(ROWS, 16, padding_idx=3, sparse=True)
-        self.words = nn.EmbeddingBag(WORDS, 4, mode="mean", sparse=True)
-        self.head = nn.Linear(20, 1)
 
     def forward(self, batch: Batch) -> Tensor:
         items, words = batch

@@ -13,17 +13,13 @@ import outsize
 from tests.conftest import squeeze, take_step
 from tests.ranks.launching import run_on_ranks
 from tests.ranks.training import assert_near, named_weights
+from tests.small_models import Built
 
 WIDTH, POSITIONS, TILES = 16, 125, 4
 
 
-class Mlp(nn.Module):
+class Mlp(Built, up=(WIDTH, 48), down=(48, WIDTH), widest=lambda: 0):
     """Notes the most positions that it sees at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
-        self.widest = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.widest = max(self.widest, x.shape[1])

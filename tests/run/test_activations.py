@@ -204,22 +204,14 @@ def test_a_layer_that_looks_at_all_rows_runs_whole(workshop: Workshop, caplog: p
     assert "do not go through it one by one" in caplog.text
 
 
-class Biased(nn.Module):
+class Biased(Built, lin=(16, 16), bias=lambda: nn.Parameter(torch.randn(1, 16))):
     """Drops out, and returns a bias that has no rows, as the layers of T5 do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin, self.bias = nn.Linear(16, 16), nn.Parameter(torch.randn(1, 16))
 
     def forward(self, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         return nn.functional.dropout(self.lin(x) + bias, 0.5), bias + self.bias
 
 
-class AllBiased(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.head = nn.ModuleList([Biased() for _ in range(3)]), nn.Linear(16, 4)
-
+class AllBiased(Built, layers=lambda: nn.ModuleList([Biased() for _ in range(3)]), head=(16, 4)):
     def forward(self, x: Tensor) -> Tensor:
         bias = torch.zeros(1, 16)
         for layer in self.layers:
@@ -231,13 +223,8 @@ def test_a_layer_that_draws_and_returns_what_has_no_rows_runs_whole(workshop: Wo
     workshop.pair(AllBiased, sgd, micro_batches=2).train(batches(3))
 
 
-class Changing(nn.Module):
+class Changing(Built, embed=(16, 16), blocks=lambda: Stack(depth=3).blocks):
     """Changes the first layer's input after that layer has run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(16, 16)
-        self.blocks = Stack(depth=3).blocks
 
     def forward(self, x: Tensor) -> Tensor:
         first = self.embed(x)
@@ -289,11 +276,9 @@ class InPlace(Built, up=(16, 24), middle=(24, 24), down=(24, 4)):
 
 @pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
 def test_recurrent_layers_write_to_results_unseen(workshop: Workshop, kind: type[nn.RNNBase]) -> None:
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.out = kind(WIDTH, WIDTH, batch_first=True), nn.Linear(WIDTH, 4, bias=False)
-
+    class Recurrent(
+        Built, inner=lambda: kind(WIDTH, WIDTH, batch_first=True), out=lambda: nn.Linear(WIDTH, 4, bias=False)
+    ):
         def forward(self, x: Tensor) -> Tensor:
             return torch.relu_(self.out(self.inner(x)[0]))
 
@@ -340,12 +325,11 @@ def test_the_users_own_checkpoints_and_autocast(workshop: Workshop, mode: str) -
     pair.train(sequences(2), rel=2e-2, atol=1e-1, loss_of=loss_of)
 
 
-class Twice(nn.Module):
+class Twice(
+    Built,
+    layers=lambda: nn.ModuleList(nn.Sequential(*[nn.Linear(8, 8), nn.Dropout(0.2), nn.GELU()] * 2) for _ in range(3)),
+):
     """Each layer uses its weight twice, and draws random numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(*[nn.Linear(8, 8), nn.Dropout(0.2), nn.GELU()] * 2) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

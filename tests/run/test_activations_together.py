@@ -43,13 +43,7 @@ class Mixer(Built, norm=lambda: nn.LayerNorm(16), scores=(16, 16), mlp=Mlp):
         return x + self.mlp(x)
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([Mixer() for _ in range(3)])
-        self.head = nn.Linear(16, 4)
-        self.checkpoints = False
-
+class Model(Built, layers=lambda: nn.ModuleList([Mixer() for _ in range(3)]), head=(16, 4), checkpoints=lambda: False):
     def forward(self, x: Tensor) -> Tensor:
         for number, layer in enumerate(self.layers):
             again = self.checkpoints and number == 1

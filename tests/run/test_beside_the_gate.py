@@ -137,12 +137,9 @@ def test_autocast_keeps_no_copy_of_the_weights(workshop: Workshop, tier: str) ->
     assert found == [1, 1 if tier == "device" else 3]  # torch casts once and keeps it
 
 
-class OwnFunction(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(16, 40) for _ in range(2)])
-        self.head = nn.Linear(16, 4, bias=False)
-
+class OwnFunction(
+    Built, blocks=lambda: nn.ModuleList([Block(16, 40) for _ in range(2)]), head=lambda: nn.Linear(16, 4, bias=False)
+):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
@@ -253,13 +250,10 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
 
 
-class ScriptedNorm(nn.Module):
+class ScriptedNorm(
+    Built, weight=lambda: nn.Parameter(torch.rand(16) + 0.5), apply_norm=lambda: [torch.jit.script(rms)]
+):
     """A norm whose arithmetic is a function of TorchScript."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(16) + 0.5)
-        self.apply_norm = [torch.jit.script(rms)]
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.apply_norm[0](x, weight=self.weight)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import outsize
 from tests.comparing import assert_same_weights, weights
 from tests.conftest import Pair, Workshop, batches, squared_error, train
-from tests.small_models import Stack
+from tests.small_models import Built, Stack
 
 WARMUP = 3
 
@@ -149,12 +149,9 @@ def test_a_run_without_the_delay_applies_what_was_held_back_with_its_first_step(
 def test_a_parameter_that_a_step_does_not_touch_keeps_its_gradient(workshop: Workshop, tier: str) -> None:
     """Without zero_grad, what one step leaves is there in the next, whichever parameters that one uses."""
 
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.both = nn.ModuleDict({"left": nn.Linear(16, 4), "right": nn.Linear(16, 4)})
-            self.step = 0
-
+    class Branches(
+        Built, both=lambda: nn.ModuleDict({"left": nn.Linear(16, 4), "right": nn.Linear(16, 4)}), step=lambda: 0
+    ):
         def forward(self, x: Tensor) -> Tensor:
             self.step += 1
             return self.both["left"](x) + (self.both["right"](x) if self.step < 3 else 0)

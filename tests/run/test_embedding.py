@@ -17,6 +17,7 @@ from torch.nn.utils import parametrize
 import outsize
 from tests.comparing import assert_same, assert_same_state, weights
 from tests.conftest import Pair, Workshop, prepared, take_step
+from tests.small_models import Built
 
 # What torch's own Adagrad says of sparse gradients.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -217,12 +218,9 @@ def test_ids_that_share_memory_are_told_apart(workshop: Workshop, order: tuple[i
     check_same(pair)
 
 
-class Pairs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.users = nn.Embedding(ROWS, WIDTH, sparse=True)
-        self.items = nn.Embedding(ROWS, WIDTH, sparse=True)
-
+class Pairs(
+    Built, users=lambda: nn.Embedding(ROWS, WIDTH, sparse=True), items=lambda: nn.Embedding(ROWS, WIDTH, sparse=True)
+):
     def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         return (self.users(batch[0]) * self.items(batch[1])).sum()
 

@@ -13,18 +13,19 @@ import outsize
 from outsize.run.room import Room
 from tests.comparing import assert_same, weights
 from tests.conftest import Pair, Workshop, train
+from tests.small_models import Built
 
 WIDTH, RANK = 256, 4
 
 
-class Adapted(nn.Module):
+class Adapted(
+    Built,
+    base=lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False),
+    down=lambda: nn.Linear(WIDTH, RANK, bias=False),
+    up=lambda: nn.Linear(RANK, WIDTH, bias=False),
+    last=lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False),
+):
     """A frozen layer with a small trainable detour (LoRA, Hu et al. 2021), and a layer that is all frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.down, self.up = nn.Linear(WIDTH, RANK, bias=False), nn.Linear(RANK, WIDTH, bias=False)
-        self.last = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(torch.tanh(self.base(x) + self.up(self.down(x))))  # type: ignore[no-any-return]

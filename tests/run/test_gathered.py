@@ -423,12 +423,8 @@ def test_a_deep_copy_and_the_state_of_a_copy_are_its_own(pair: Pair) -> None:
     pair.train(batches(2))
 
 
-class Wrapper(nn.Module):
+class Wrapper(Built, inner=Stack):
     """Passes attributes on, as PEFT's models do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Stack()
 
     def __getattr__(self, name: str) -> Any:
         try:

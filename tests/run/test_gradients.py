@@ -355,12 +355,8 @@ def test_a_backward_through_a_graph_from_before_the_step_is_refused_as_in_torch(
     pair.check()
 
 
-class SideBySide(nn.Module):
+class SideBySide(Built, layers=lambda: nn.ModuleList([nn.Linear(512, 512) for _ in range(6)])):
     """Layers whose weights no backward reads, as none of their inputs has a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(512, 512) for _ in range(6)])
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.stack([layer(x) for layer in self.layers])

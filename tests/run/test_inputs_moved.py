@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import outsize
 from tests.comparing import weights
 from tests.conftest import TIERS, Trace, Workshop, adamw, batches, prepared, squared_error, train
-from tests.small_models import Block, Stack
+from tests.small_models import Block, Built, Stack
 
 TO_DISK: dict[str, Any] = {"activations": "offload", "activations_tier": "disk"}
 PAGE, DEPTH, WIDTH = 4096, 5, 16
@@ -27,13 +27,12 @@ class Given(Block):
         return super().forward(mask @ (x + positions))
 
 
-class Positions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.positions = nn.Parameter(torch.randn(2 * ROWS, WIDTH) / 10)
-        self.layers = nn.ModuleList([Given(WIDTH, 40) for _ in range(DEPTH)])
-        self.head = nn.Linear(WIDTH, 4)
-
+class Positions(
+    Built,
+    positions=lambda: nn.Parameter(torch.randn(2 * ROWS, WIDTH) / 10),
+    layers=lambda: nn.ModuleList([Given(WIDTH, 40) for _ in range(DEPTH)]),
+    head=(WIDTH, 4),
+):
     def forward(self, x: Tensor) -> Tensor:
         mask = torch.ones(ROWS, ROWS).tril() / ROWS
         for layer in self.layers:

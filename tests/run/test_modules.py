@@ -35,13 +35,8 @@ class Output:
     hidden: Tensor | None = None
 
 
-class Base(nn.Module):
+class Base(Built, blocks=lambda: nn.ModuleList([Block(16, 40) for _ in range(3)]), head=(16, 4)):
     """Three blocks and a head, for subclasses that use them in their own way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(16, 40) for _ in range(3)])
-        self.head = nn.Linear(16, 4)
 
 
 class Repeats(Base):
@@ -158,15 +153,14 @@ class Experts(Base):
         return self.head(out)
 
 
-class Bag(nn.Module):
+class Bag(
+    Built,
+    scale=lambda: nn.Parameter(torch.tensor(1.5)),
+    nothing=lambda: nn.Parameter(torch.empty(0, 3)),
+    listed=lambda: nn.ParameterList([torch.randn(16, 16) / 4 for _ in range(3)]),
+    named=lambda: nn.ParameterDict({"shift": torch.randn(16), "out": torch.randn(16, 4) / 4}),
+):
     """Parameters in lists and dictionaries, a scalar, an empty one, and parameters of the root itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.nothing = nn.Parameter(torch.empty(0, 3))
-        self.listed = nn.ParameterList([torch.randn(16, 16) / 4 for _ in range(3)])
-        self.named = nn.ParameterDict({"shift": torch.randn(16), "out": torch.randn(16, 4) / 4})
 
     def forward(self, x: Tensor) -> Tensor:
         for matrix in self.listed:
@@ -174,14 +168,13 @@ class Bag(nn.Module):
         return (x + self.named["shift"]) @ self.named["out"] + self.nothing.sum()
 
 
-class Mixed(nn.Module):
+class Mixed(
+    Built,
+    wide=lambda: nn.Parameter(torch.randn(16, 16, dtype=torch.float64) / 4),
+    plain=(16, 16),
+    also_wide=lambda: nn.Linear(16, 4, dtype=torch.float64),
+):
     """Parameters of several dtypes in one module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide = nn.Parameter(torch.randn(16, 16, dtype=torch.float64) / 4)
-        self.plain = nn.Linear(16, 16)
-        self.also_wide = nn.Linear(16, 4, dtype=torch.float64)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.also_wide(torch.tanh(self.plain(x).double() @ self.wide)).float()
@@ -202,15 +195,14 @@ class Convolutions(nn.Module):
         return self.head(self.body(x.view(-1, 1, 8, 8)).mean((2, 3)))
 
 
-class Recurrent(nn.Module):
+class Recurrent(
+    Built,
+    lstm=lambda: nn.LSTM(4, 8, num_layers=2, batch_first=True, bidirectional=True),
+    gru=lambda: nn.GRU(16, 8, batch_first=True),
+    cell=lambda: nn.GRUCell(8, 8),
+    head=(8, 4),
+):
     """An LSTM, a GRU and a cell."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(4, 8, num_layers=2, batch_first=True, bidirectional=True)
-        self.gru = nn.GRU(16, 8, batch_first=True)
-        self.cell = nn.GRUCell(8, 8)
-        self.head = nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         out, _ = self.gru(self.lstm(x.view(-1, 4, 4))[0])
@@ -235,14 +227,13 @@ class Transformer(nn.Module):
         return self.head(x[:, 0])
 
 
-class Normalized(nn.Module):
+class Normalized(
+    Built,
+    first=lambda: torch.nn.utils.parametrizations.weight_norm(nn.Linear(16, 16)),
+    second=lambda: torch.nn.utils.parametrizations.orthogonal(nn.Linear(16, 16)),
+    head=(16, 4),
+):
     """Weights under torch's parametrizations and spectral or weight normalisation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = torch.nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
-        self.second = torch.nn.utils.parametrizations.orthogonal(nn.Linear(16, 16))
-        self.head = nn.Linear(16, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
@@ -269,14 +260,15 @@ class Borrowed(nn.Module):
         return x[:, :4]
 
 
-class Bilinear(nn.Module):
+class Bilinear(
+    Built,
+    pair=lambda: nn.Bilinear(16, 16, 8),
+    first=(8, 8),
+    second=(8, 4),
+    prelu=lambda: nn.PReLU(8),
+    group=lambda: nn.GroupNorm(2, 8),
+):
     """Operations that take several parameters at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pair = nn.Bilinear(16, 16, 8)
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
-        self.prelu, self.group = nn.PReLU(8), nn.GroupNorm(2, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.group(self.prelu(self.pair(x, x)))
@@ -483,13 +475,10 @@ def test_a_checkpointed_method_may_read_parameters_itself(
     pair.train(batches(3, out=16), clip=1.0)
 
 
-class Between(nn.Module):
+class Between(
+    Built, layer=(16, 16), before=lambda: nn.Parameter(torch.ones(16)), after=lambda: nn.Parameter(torch.ones(16))
+):
     """Of its own parameters one has its gradient before the checkpoint's backward, the other behind it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(16, 16)
-        self.before, self.after = nn.Parameter(torch.ones(16)), nn.Parameter(torch.ones(16))
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(self.layer, x * self.before, use_reentrant=True) * self.after

@@ -507,14 +507,13 @@ def test_hooks_of_the_forward_that_are_gone_before_the_backward_have_been_part_o
 
 
 def test_batch_norms_and_spectral_norms_are_recomputed(workshop: Workshop, activations: str) -> None:
-    class Normed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16, bias=False))
-            self.old = nn.utils.spectral_norm(nn.Linear(16, 16))
-            self.norm = nn.BatchNorm1d(16, momentum=None)
-            self.runs = 0
-
+    class Normed(
+        Built,
+        lin=lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16, bias=False)),
+        old=lambda: nn.utils.spectral_norm(nn.Linear(16, 16)),
+        norm=lambda: nn.BatchNorm1d(16, momentum=None),
+        runs=lambda: 0,
+    ):
         def forward(self, x: Tensor) -> Tensor:
             runs.append(1)
             return torch.tanh(self.old(torch.tanh(self.norm(self.lin(x))))) + x

@@ -11,18 +11,18 @@ import torch
 from torch import nn
 
 import outsize
+from tests.small_models import Built
 
 TIERS = ("device", "host", "disk")
 
 
-class Wide(nn.Module):
+class Wide(
+    Built,
+    embed=lambda: nn.Embedding(7, 12),
+    branches=lambda: nn.ModuleList(nn.Linear(12, 12) for _ in range(11)),
+    head=(12, 3),
+):
     """More units than are ever fetched ahead, some of whose backwards need no weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 12)
-        self.branches = nn.ModuleList(nn.Linear(12, 12) for _ in range(11))
-        self.head = nn.Linear(12, 3)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import outsize
 from tests.conftest import TIERS, Workshop, sgd
-from tests.small_models import InTurn
+from tests.small_models import Built, InTurn
 
 
 class Mlp(nn.Module):
@@ -138,11 +138,7 @@ def test_what_cannot_be_tiled_is_refused(kind: type[Exception], message: str, ca
         call()
 
 
-class Shifts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(8, 8)
-
+class Shifts(Built, lin=(8, 8)):
     def forward(self, x: Tensor) -> Tensor:
         return self.lin(x.add_(1))
 

@@ -135,13 +135,8 @@ def test_weights_that_parametrizations_cache_train_as_in_torch(workshop: Worksho
     pair.train(batches(3), loss_of=twice)
 
 
-class Repeats(nn.Module):
+class Repeats(Built, times=lambda: ([2],), lin=(16, 16)):
     """Runs its layer as often as a list in a tuple says, into which nobody looks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.times = ([2],)
-        self.lin = nn.Linear(16, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(self.times[0][0]):
