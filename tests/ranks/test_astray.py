@@ -262,6 +262,33 @@ def test_a_rank_that_is_slow_is_waited_for(tmp_path: Path) -> None:
     assert [end.value for end in ends_on_ranks(2, slow, str(tmp_path))] == ["went right"] * 2
 
 
+def gone_beside_one_that_is_late(disk: str) -> None:
+    """Rank 2 goes in its third step. Rank 1 comes to the next gather only when rank 0 has noticed."""
+    watch.STILL_SECONDS = 10 * DETECTED_SECONDS  # a connection that breaks says so at once
+    run = Run(SQUEEZED, disk)
+    store = dist.distributed_c10d._get_default_store()
+
+    def together(*_: Any) -> None:
+        dist.barrier()
+        if run.rank == 2:
+            killed(run, 2)
+        if run.rank == 1:
+            store.wait(["noticed"], 2 * LONG)
+
+    for number in range(3):
+        if number == 2:
+            run.model.blocks[0].register_forward_pre_hook(together)  # type: ignore[index, union-attr]
+        try:
+            run.step(number)
+        except RuntimeError:
+            store.set("noticed", "1")
+            raise
+
+
+def test_a_rank_that_is_gone_is_noticed_while_another_one_is_late(tmp_path: Path) -> None:
+    check(ends_on_ranks(3, gone_beside_one_that_is_late, str(tmp_path)), 2, gone=True)
+
+
 class HeldUp:
     """A collective that is over on this rank only when the others have waited for it for some time."""
 

@@ -319,17 +319,24 @@ class Broadcasts:
     def __init__(self, group: Any, parts: Sequence[torch.Tensor]) -> None:
         """`parts`: of each rank one, in their order."""
         self._works = []
+        self._failed = False
         for rank, part in enumerate(parts):
             options = dist.BroadcastOptions()
             options.rootRank = rank
             self._works.append(group.broadcast([part], options))
 
     def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
+        return self._failed or all(work.is_completed() for work in self._works)
 
     def wait(self, *limit: timedelta) -> None:
-        for work in self._works:
-            work.wait(*limit)
+        """Where one has failed another may never be over, so those that are over come first."""
+        for work in sorted(self._works, key=lambda each: not each.is_completed()):
+            over = work.is_completed()
+            try:
+                work.wait(*limit)
+            except RuntimeError:
+                self._failed = over  # else the time is over
+                raise
 
 
 def _all_reduce(group: Any, values: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
