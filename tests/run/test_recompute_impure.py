@@ -232,8 +232,9 @@ def test_a_layer_that_changes_its_input_is_refused_in_the_forward(
 ) -> None:
     fields = {"activations": activations, "disk": workshop.disk}
     pair = workshop.pair(lambda: kind(in_place), tier="host", **fields)
-    with pytest.raises(RuntimeError, match=REFUSED):
+    with pytest.raises(RuntimeError, match=REFUSED) as raised:
         pair.model(batches(1)[0][0].clone())
+    assert f', as activations="{activations}"' in str(raised.value)
     with torch.no_grad():
         pair.model(batches(1)[0][0].clone())
 

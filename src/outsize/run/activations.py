@@ -159,10 +159,8 @@ class Layer:
             return 'as tiles="auto", the default, does it with a call that exceeds the budget: pass tiles=False'
         if self._parts.strict:
             return "as outsize.tiled does it: outsize.tiled(module, tiles=1) leaves it whole"
-        return (
-            'as activations="recompute" does it, and "auto", the default, for such layers: pass activations="keep" to '
-            "outsize.prepare"
-        )
+        default = ", the default," if self._mode == "auto" else ""
+        return f'as activations="{self._mode}"{default} does it: pass activations="keep" to outsize.prepare'
 
     def _in_parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether parts computed alone give what they give together: tried once, on two rows. See Note [Parts]."""
