@@ -224,7 +224,7 @@ def gather_wide_layers(disk: str) -> tuple[int, int]:
     with torch.no_grad():
         model(torch.ones(1, 4096))
         before, counted = resident_bytes()[0], sum(ledger.now.values())
-        ledger.peak, watcher = dict(ledger.now), threading.Thread(target=look)
+        ledger.peak, watcher = dict(ledger.now), threading.Thread(target=look, daemon=True)
         watcher.start()
         model(torch.ones(1, 4096))
     over.set()
