@@ -408,18 +408,21 @@ def test_a_link_inside_the_folder_is_followed(tmp_path: Path) -> None:
     assert torch.equal(everything(model)["weight"], torch.ones(2, 4))
 
 
-def test_a_snapshot_of_the_cache_of_the_hub_is_loaded_and_other_links_out_of_it_are_not(tmp_path: Path) -> None:
-    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "1f2e", tmp_path / "models--a--b" / "blobs"
+@pytest.mark.parametrize("part", ["", "unet"])
+def test_a_snapshot_of_the_cache_of_the_hub_is_loaded_and_other_links_out_of_it_are_not(
+    tmp_path: Path, part: str
+) -> None:
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "1f2e" / part, tmp_path / "models--a--b" / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
     model = prepared(nn.Linear(4, 2, bias=False), tmp_path)
     safetensors.save_file({"weight": torch.ones(2, 4)}, blobs / "5d41")
-    (snapshot / "model.safetensors").symlink_to("../../blobs/5d41")
+    (snapshot / "model.safetensors").symlink_to(os.path.relpath(blobs / "5d41", snapshot))
     outsize.load(snapshot, model)
     assert torch.equal(everything(model)["weight"], torch.ones(2, 4))
     shutil.move(blobs / "5d41", blobs.parent / "5d41")
     (snapshot / "model.safetensors").unlink()
-    (snapshot / "model.safetensors").symlink_to("../../5d41")
+    (snapshot / "model.safetensors").symlink_to(os.path.relpath(blobs.parent / "5d41", snapshot))
     with pytest.raises(ValueError, match="leads out of the folder"):
         outsize.load(snapshot, model)
 

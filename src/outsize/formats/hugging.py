@@ -162,12 +162,12 @@ def find_weights(folder: Path) -> dict[str, StoredWeight]:
 
 def _inside(folder: Path, name: str) -> Path:
     """The real path of a file of the folder. Raises `ValueError` where it leads out of it, but into the `blobs` of the
-    Hub's cache, whose folders `snapshots/REVISION` hold links alone."""
+    Hub's cache, in whose folders `snapshots/REVISION` there are links alone."""
     if not name or "\0" in name or Path(name).name != name:
         raise ValueError(f"{folder / INDEX_NAME} names {name!r}, which is not a plain file name")
     path, here = Path(os.path.realpath(folder / name)), Path(os.path.realpath(folder))
-    homes = [here, here.parents[1] / "blobs"] if here.parent.name == "snapshots" else [here]
-    if not any(path.is_relative_to(home) for home in homes):
+    blobs = [Path(os.path.realpath(each.parent / "blobs")) for each in here.parents if each.name == "snapshots"]
+    if not any(path.is_relative_to(home) for home in (here, *blobs)):
         raise ValueError(f"{folder / name} leads out of the folder, to {path}; copy the weights into it")
     if not os.path.lexists(path):
         raise FileNotFoundError(errno.ENOENT, "weights are missing", str(folder / name))

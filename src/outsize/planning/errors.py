@@ -9,8 +9,8 @@ class BudgetError(ValueError):
     """A budget is too small. The message names the unit and the remedy; the attributes have the numbers.
 
     field: the budget: `"host_memory"`, `"device_memory"` or `"disk_space"`.
-    needed: from `plan` and `prepare`, the budget that they accept; later, the bytes that did not fit.
-    available: from these, the budget that was given; later, the bytes that it left. Add `needed - available` to it.
+    needed: a budget that `plan` and `prepare` accept, where they raise it; elsewhere the bytes that must fit.
+    available: the budget that was given, or the bytes that it has left. Raise it by `needed - available` at least.
 
     >>> try:
     ...     outsize.plan(model, host_memory="32KiB", device="cpu")
