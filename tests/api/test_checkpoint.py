@@ -71,7 +71,7 @@ def test_units_may_be_cut_otherwise_and_disks_be_several(tmp_path: Path) -> None
     disks = [tmp_path / "one", tmp_path / "two", tmp_path / "three"]
     for disk in disks:
         disk.mkdir()
-    second = Run(tmp_path, ("disk", "disk", "disk"), seed=1, units=[nn.Linear, nn.Embedding], disk=disks)
+    second = Run(tmp_path, ("disk", "disk", "disk"), seed=1, units=[nn.Linear, "Embedding"], disk=disks)
     second.load(tmp_path / "checkpoint")
     second.train(2)
     assert_same(first.result(), second.result())
