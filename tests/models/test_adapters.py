@@ -124,6 +124,20 @@ def test_adapters_are_saved_and_loaded_as_peft_does_it(workshop: Workshop, folde
     assert outsize.memory(model).bytes_written == 0, "the base stays where it is"
 
 
+def test_adapters_that_rest_on_disk_are_saved_as_peft_does_it(workshop: Workshop, folder: Path, tmp_path: Path) -> None:
+    model, optimizer = adapted(folder, "dora")
+    prepare(workshop, model, optimizer, params="disk", states="disk", disk=workshop.disk)
+    losses(model, optimizer)
+    model.save_pretrained(tmp_path / "at rest", state_dict=model.state_dict())
+    with outsize.gathered(model):
+        model.save_pretrained(tmp_path / "gathered")
+    outsize.release(model)
+    model.save_pretrained(tmp_path / "plain")
+    files = [tmp_path / name / "adapter_model.safetensors" for name in ("at rest", "gathered", "plain")]
+    assert files[0].read_bytes() == files[1].read_bytes() == files[2].read_bytes()
+    assert "save_pretrained" not in vars(model)
+
+
 def test_a_checkpoint_of_what_is_trained_leaves_the_base_where_it_is(
     workshop: Workshop, folder: Path, tmp_path: Path
 ) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
+import torch
 from torch import nn
 
+from outsize.api.assemble import first_prepared
 from outsize.api.exporting import export
 from outsize.api.gather import gathered
 from outsize.run.guard import Guarded
@@ -19,9 +22,32 @@ Method = Callable[..., Any]
 def methods_of(model: nn.Module) -> dict[str, Method]:
     """What takes their places, by name."""
     found: dict[str, Method] = {"load_state_dict": _loading(model)}
-    if saved_by_transformers(model) and not hasattr(model, "peft_config"):
+    if adapters_of(model) and hasattr(model, "save_pretrained"):
+        found["save_pretrained"] = _saving_adapters(model)
+    elif saved_by_transformers(model) and not hasattr(model, "peft_config"):
         found["save_pretrained"] = _saving(model)
     return found
+
+
+def adapters_of(model: nn.Module) -> list[torch.Tensor]:
+    """Of PEFT, which saves them alone."""
+    names = getattr(model, "peft_config", {})
+    return [param for name, param in model.named_parameters() if not names.keys().isdisjoint(name.split("."))]
+
+
+@contextmanager
+def adapters_gathered(model: nn.Module) -> Iterator[None]:
+    """What PEFT saves has its values inside the block, embeddings of the base that it adapts too. For every rank."""
+    with gathered(adapters_of(model)), gathered(_saved_with_adapters(model)):
+        yield
+
+
+def _saved_with_adapters(model: Any) -> list[torch.Tensor]:
+    from peft import get_peft_model_state_dict
+
+    own = dict(model.named_parameters())
+    saved = {name for each in model.peft_config for name in get_peft_model_state_dict(model, None, each)}
+    return [own[name] for name in sorted(saved & own.keys())]
 
 
 def saved_by_transformers(model: nn.Module) -> bool:
@@ -41,6 +67,21 @@ def _loading(model: nn.Module) -> Method:
             return load(state_dict, *args, **kwargs)
 
     return load_state_dict
+
+
+def _saving_adapters(model: Any) -> Method:
+    save: Method = model.save_pretrained
+
+    @wraps(save)
+    def save_pretrained(*args: Any, **kwargs: Any) -> Any:
+        """As in PEFT; every rank calls it. Inside a block of `gathered` it saves what the block shows."""
+        prepared = first_prepared(model.parameters())
+        if prepared is not None and prepared.engine.any_shown(model.modules()):
+            return save(*args, **kwargs)
+        with adapters_gathered(model):
+            return save(*args, **kwargs)
+
+    return save_pretrained
 
 
 def _saving(model: Any) -> Method:

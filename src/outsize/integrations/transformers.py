@@ -30,7 +30,7 @@ import transformers
 from transformers.trainer import TRAINER_STATE_NAME
 
 import outsize
-from outsize.api.methods import saved_by_transformers
+from outsize.api.methods import adapters_gathered, adapters_of, saved_by_transformers
 from outsize.checkpoint.manifest import MANIFEST_NAME
 from outsize.integrations.accelerate import STATE, prepare
 from outsize.integrations.key_values import KeyValueCache as KeyValueCache
@@ -68,20 +68,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # not read by mypy
         _, self.optimizer = prepare(self.accelerator, self.model, self.create_optimizer(), **budgets)
         self._monitor = outsize.Monitor(self.model)
         self.add_callback(_Begins(self._monitor))
-
-    @property
-    def _adapters(self) -> list[torch.Tensor]:
-        """Of PEFT, which saves them alone."""
-        names = getattr(self.model, "peft_config", {})
-        return [param for name, param in self.model.named_parameters() if not names.keys().isdisjoint(name.split("."))]
-
-    def _saved_with_adapters(self) -> list[torch.Tensor]:
-        """Embeddings of the base, where PEFT adapts them."""
-        from peft import get_peft_model_state_dict
-
-        own = dict(self.model.named_parameters())
-        saved = {name for each in self.model.peft_config for name in get_peft_model_state_dict(self.model, None, each)}
-        return [own[name] for name in sorted(saved & own.keys())]
 
     def _refuse_what_cannot_train(self) -> None:
         for refused, what, remedy in (
@@ -137,8 +123,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # not read by mypy
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         self._saved = True
-        if self._adapters:
-            with outsize.gathered(self._adapters), outsize.gathered(self._saved_with_adapters()):  # by every rank
+        if adapters_of(self.model):
+            with adapters_gathered(self.model):
                 super()._save(output_dir, state_dict)
             return
         own = hasattr(type(self.model), "save_pretrained") and not saved_by_transformers(self.model)
@@ -169,7 +155,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # not read by mypy
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         extra = {"scheduler": self.lr_scheduler.state_dict()}
-        place, base_too = Path(output_dir, STATE), not self._adapters
+        place, base_too = Path(output_dir, STATE), not adapters_of(self.model)
         self._saving = outsize.save(place, self.model, self.optimizer.optimizer, extra, frozen=base_too)
         if self.args.save_total_limit == 1:
             self._saving.wait()  # the checkpoint before it is removed next
@@ -189,7 +175,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # not read by mypy
 
     def _load_best_model(self) -> None:
         best = Path(str(self.state.best_model_checkpoint))
-        if self._adapters and not (best / STATE).is_dir():
+        if adapters_of(self.model) and not (best / STATE).is_dir():
             super()._load_best_model()
         else:
             outsize.load(best / STATE if (best / STATE).is_dir() else best, self.model)
