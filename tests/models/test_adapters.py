@@ -138,6 +138,18 @@ def test_adapters_that_rest_on_disk_are_saved_as_peft_does_it(workshop: Workshop
     assert "save_pretrained" not in vars(model)
 
 
+def test_adapters_are_merged_after_release(workshop: Workshop, folder: Path) -> None:
+    model, optimizer = adapted(folder)
+    prepare(workshop, model, optimizer)
+    losses(model, optimizer)
+    with torch.no_grad():
+        expected = model.eval()(batch()).logits
+        with pytest.raises(RuntimeError, match="is at rest"):
+            model.merge_and_unload()
+        outsize.release(model)
+        torch.testing.assert_close(model.merge_and_unload()(batch()).logits, expected, rtol=0, atol=1e-5)
+
+
 def test_a_checkpoint_of_what_is_trained_leaves_the_base_where_it_is(
     workshop: Workshop, folder: Path, tmp_path: Path
 ) -> None:
