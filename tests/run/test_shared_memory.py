@@ -36,6 +36,11 @@ def _expanded() -> nn.Module:
     return model
 
 
+def _shared_by_processes() -> nn.Module:
+    """As mnist_hogwild of torch's examples."""
+    return Stack().share_memory()
+
+
 @pytest.mark.parametrize(
     ("build", "match"),
     [
@@ -43,6 +48,7 @@ def _expanded() -> nn.Module:
         (_overlapping_columns, r"'blocks.0.up.weight' and 'blocks.1.up.weight' share memory"),
         (_buffer_of_a_parameter, r"buffer 'scale' is a view of parameter 'head.bias'.*compute the view in forward"),
         (_expanded, r"'head.bias' of shape \(4,\) was made by expand.*clone"),
+        (_shared_by_processes, r"lies in memory that processes share .*torchrun"),
     ],
 )
 def test_memory_that_parameters_share_is_refused_with_both_names(build: Callable[[], nn.Module], match: str) -> None:

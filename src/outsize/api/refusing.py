@@ -187,7 +187,8 @@ def check_existing(plan: PlacedModel, optimizer: torch.optim.Optimizer | None) -
 
 
 def refuse_shared_memory(parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
-    """Raise `ValueError` for a trainable parameter whose memory another tensor of the model, or itself, has too.
+    """Raise `ValueError` for a trainable parameter whose memory another process, another tensor of the model, or itself
+    has too.
 
     In torch a write to one shows in the other; outsize gives each parameter memory of its own.
     """
@@ -203,6 +204,12 @@ def refuse_shared_memory(parameters: Mapping[str, torch.Tensor], buffers: Mappin
                     f"parameter {name!r} of shape {tuple(found.shape)} was made by expand: several of its elements are "
                     f"one value in memory, which torch refuses to update. Use `nn.Parameter(value.clone())`, or expand "
                     f"a smaller parameter in forward"
+                )
+            if name in parameters and tensor.requires_grad and found.device.type == "cpu" and found.is_shared():
+                raise ValueError(
+                    f"parameter {name!r} lies in memory that processes share (model.share_memory()), and the others "
+                    f"would not see what this one trains. Take that call out, and start one process a rank with "
+                    f"torchrun: outsize averages the gradients over them"
                 )
     spans.sort(key=lambda each: each[:2])
     open_ends: list[tuple[int, str, torch.Tensor]] = []
