@@ -164,11 +164,13 @@ def plain(way: Way, parts: int) -> tuple[Curve, dict[str, Tensor]]:
 
 
 def prepared(way: Way, disk: str) -> tuple[nn.Module, torch.optim.Optimizer, DeviceMesh]:
-    names = NAMES if len(way.shape) == 2 else ("copies", *NAMES)
+    names = {1: None, 2: NAMES, 3: ("copies", *NAMES)}[len(way.shape)]
     mesh = init_device_mesh("cpu", way.shape, mesh_dim_names=names)
     model = llama(way.dtype, way.tied, way.layers)
-    way.parallelize(model, mesh["tp"])
+    way.parallelize(model, mesh["tp"] if names else mesh)
     optimizer = optimizer_of(model, way)
+    if not names:
+        assert "1 data x 2 tensor" in str(outsize.plan(model, optimizer, mesh=mesh, **way.fields(disk)))
     outsize.prepare(model, optimizer, mesh=mesh, activations=way.activations, **way.fields(disk))
     return model, optimizer, mesh
 
@@ -197,7 +199,11 @@ WAYS = [
     Way(shape=(2, 1, 2)),  # two copies of two tensor-parallel ranks
 ]
 ALONE = Way(shape=(1, 2))
-WAYS_ALONE = [ALONE, replace(ALONE, activations="recompute", tier="disk", tied=True, layers=2)]
+WAYS_ALONE = [
+    ALONE,
+    replace(ALONE, activations="recompute", tier="disk", tied=True, layers=2),
+    replace(ALONE, shape=(2,)),  # the only dimension has no name, as in torch's own examples
+]
 """Without data parallelism."""
 
 OF_ONE_DTYPE = (

@@ -131,7 +131,7 @@ def plan(
         return replace(_plan_of(prepared.placed, prepared.config), activations=prepared.chosen)
     if mesh is not None and ranks > 1:
         raise ValueError(f"plan takes ranks={ranks} or mesh={mesh}, not both")
-    parallel, width = Parallel(ranks) if mesh is None else shape_of(mesh), width_of(model)
+    parallel, width = Parallel(ranks) if mesh is None else shape_of(mesh, model.parameters()), width_of(model)
     adamw = AdamRule(amsgrad=False, decoupled=True)
     kept = kept_by(adamw if optimizer is None else rule_for(optimizer, made.state_format), made)
     if parallel.stages * parallel.tensor > 1:

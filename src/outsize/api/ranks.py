@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -99,7 +99,7 @@ def open_ranks(config: Config, params: Sequence[torch.Tensor]) -> Ranks | None:
             )
         members = list(range(dist.get_world_size()))
         return Ranks(members, backend, sync=sync) if len(members) > 1 else None
-    grid, place = _grid(mesh, {name for param in split for name in param.device_mesh.mesh_dim_names or ()})
+    grid, place = _grid(mesh, split_over(params))
     stage, copy, share, part = place
     stages, copies = grid[:, copy, share, part].tolist(), grid[stage, :, share, part].tolist()
     sharing, tensor = grid[stage, copy, :, part].tolist(), grid[stage, copy, share].tolist()
@@ -112,6 +112,15 @@ def open_ranks(config: Config, params: Sequence[torch.Tensor]) -> Ranks | None:
     return Ranks(sharing, backend, copies, tensor, stages, grid.flatten().tolist(), sync)
 
 
+def names_of(mesh: Any) -> tuple[str, ...]:
+    return tuple(mesh.mesh_dim_names or (f"dim {at}" for at in range(mesh.ndim)))
+
+
+def split_over(params: Iterable[Any]) -> set[str]:
+    """The mesh dimensions over which parameters are split already."""
+    return {name for param in params if is_distributed(param) for name in names_of(param.device_mesh)}
+
+
 def dimensions(names: Sequence[str], used: Collection[str] = ()) -> tuple[list[int], list[int], list[int]]:
     """Which dimensions of a mesh are stages of a pipeline, which data-parallel, which tensor-parallel.
 
@@ -122,7 +131,7 @@ def dimensions(names: Sequence[str], used: Collection[str] = ()) -> tuple[list[i
     shared = [at for at in range(len(names)) if at not in (*tensor, *stages)]
     if any(name in OTHER_NAMES for name in names) or len(tensor) > 1 or len(stages) > 1 or len(shared) > 2:
         raise ValueError(
-            f"mesh has the dimensions {tuple(names) if any(names) else len(names)}; outsize takes one that is "
+            f"mesh has the dimensions {tuple(names)}; outsize takes one that is "
             f"data-parallel (split), or two (copies, split), one that is tensor-parallel, called one of "
             f"{TENSOR_NAMES}, and one of pipeline stages, called one of {STAGE_NAMES}"
         )
@@ -135,7 +144,7 @@ def _grid(mesh: Any, used: Collection[str]) -> tuple[torch.Tensor, tuple[int, ..
 
     `used`: the dimensions over which parameters are split already.
     """
-    names = tuple(mesh.mesh_dim_names or ("",) * mesh.ndim)
+    names = names_of(mesh)
     stages, shared, tensor = dimensions(names, used)
     if used and not tensor:
         raise ValueError(

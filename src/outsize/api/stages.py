@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from outsize.api.ranks import dimensions
+from outsize.api.ranks import dimensions, names_of, split_over
 from outsize.planning.parallel import Parallel
 from outsize.run.local import is_distributed
 
@@ -19,18 +19,17 @@ MATRICES = {"Linear", "Embedding", "Conv1D"}
 """Modules whose weight tensor parallelism splits."""
 
 
-def shape_of(mesh: Any) -> Parallel:
+def shape_of(mesh: Any, params: Iterable[torch.Tensor] = ()) -> Parallel:
     """A mesh of ranks that need not be there: a DeviceMesh, or the size of each dimension by name."""
     if hasattr(mesh, "mesh_dim_names"):
-        names = mesh.mesh_dim_names or [f"dim {at}" for at in range(mesh.ndim)]
-        mesh = dict(zip(names, mesh.mesh.shape, strict=True))
+        mesh = dict(zip(names_of(mesh), mesh.mesh.shape, strict=True))
     if not isinstance(mesh, Mapping) or not mesh:
         raise TypeError(f"mesh is {mesh!r}; it must be a DeviceMesh or sizes by name, such as {{'pp': 4, 'dp': 8}}")
     bad = {name: size for name, size in mesh.items() if type(size) is not int or size < 1}
     if bad:
         raise ValueError(f"mesh has {bad}; each dimension has an integer size of at least 1")
     sizes = list(mesh.values())
-    stages, data, tensor = ([sizes[at] for at in found] for found in dimensions(list(mesh)))
+    stages, data, tensor = ([sizes[at] for at in found] for found in dimensions(list(mesh), split_over(params)))
     *copies, split = data or [1]
     return Parallel(split, *(copies or [1]), *(tensor or [1]), *(stages or [1]))
 
