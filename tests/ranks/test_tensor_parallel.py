@@ -242,7 +242,7 @@ def of_two(tmp_path_factory: pytest.TempPathFactory) -> Found:
         train_parallel: (train_parallel, WAYS_ALONE, disk),
         **{ways[0].dtype: (train_parallel, ways, disk) for ways in OF_ONE_DTYPE},
         **{tier: (train_local, tier, disk) for tier in ("host", "disk")},
-        **{function: (function, disk) for function in (refused, empty_part)},
+        **{function: (function, disk) for function in (refused, empty_part, least_budgets)},
     }
     return dict(zip(calls, zip(*run_on_ranks(2, in_turn, *calls.values()), strict=True), strict=True))
 
@@ -267,6 +267,24 @@ def test_tensor_parallel_ranks_alone(of_two: Found) -> None:
         expected = plain(way, 1)
         for each in found:
             assert_as_plain(each, expected)
+
+
+def least_budgets(disk: str) -> list[int]:
+    """What `plan` and `prepare` need for the same model."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=NAMES)
+    model = llama()
+    tensor_parallel(model, mesh["tp"])
+    found = []
+    for call in (outsize.plan, outsize.prepare):
+        with pytest.raises(outsize.BudgetError) as raised:
+            call(model, optimizer_of(model, ALONE), mesh=mesh, host_memory="4KiB", disk=disk, tiles=False)
+        found.append(raised.value.needed)
+    return found
+
+
+def test_the_plan_needs_what_prepare_needs(of_two: Found) -> None:
+    for planned, prepared in of_two[least_budgets]:
+        assert planned == prepared
 
 
 def read_at_rest(disk: str) -> list[str]:

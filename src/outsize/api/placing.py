@@ -33,6 +33,7 @@ from outsize.planning.layout import (
     tile_rows,
     with_whole_rows,
 )
+from outsize.planning.parallel import Parallel
 from outsize.planning.placement import (
     SMALLER,
     Budgets,
@@ -61,6 +62,7 @@ SMALLER_WITHOUT_UPDATES = 4
 """Where nothing is updated, and not all weights can stay in memory, units are smaller by this. Less is at work at once,
 so more weights stay: 6 % less to read for 3 B parameters in bf16 under 2 GiB."""
 
+ALONE = Parallel()
 TILES_A_UNIT = 4
 GRADIENT_TILES = 3
 ROWS_AT_WORK = PAGE_ELEMENTS
@@ -82,12 +84,12 @@ def place_model(
     kept: Kept,
     dry: bool = False,
     ranks: Ranks | None = None,
-    size: int = 1,
+    parallel: Parallel = ALONE,
 ) -> PlacedModel:
     """Cut, lay out and place the model. Raises `ValueError` for what cannot be trained or does not fit.
 
-    A `dry` run trusts `disk_space`: the disk that it plans for may be another machine's. It may be one for `size`
-    ranks that are not there.
+    A `dry` run trusts `disk_space`: the disk that it plans for may be another machine's. It may be one for
+    `parallel` ranks that are not there.
     """
     parameters = dict(known_parameters(model))
     if not parameters:
@@ -109,8 +111,8 @@ def place_model(
         for name, param in parameters.items()
     }
     budgets = find_budgets(config, dry)
-    shared = size > 1 if ranks is None else not ranks.alone
-    tables_split = 0, size
+    shared = parallel.ranks > parallel.stages if ranks is None else not ranks.alone
+    tables_split = 0, parallel.data
     if ranks is not None:
         check_same(ranks.in_stage(), "what they prepare", description(parameters, infos, optimizer, config))
         budgets = agree_on_budgets(budgets, ranks)

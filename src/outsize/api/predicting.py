@@ -20,6 +20,7 @@ from outsize.api.simulating import Simulation
 from outsize.config import Config
 from outsize.move.memory import freed_memory_returned
 from outsize.planning.machine import Machine
+from outsize.planning.parallel import Parallel
 from outsize.planning.time import Prediction
 
 GIB = 1 << 30
@@ -54,7 +55,7 @@ def predict(
     found, gains = simulated(placed), {}
     for tier, budget in placed.budgets.by_tier.items():
         wider: dict[str, Any] = {FIELDS[tier]: budget + GIB}
-        more = place_model(model, optimizer, replace(config, **wider), placed.kept, dry=True, size=ranks)
+        more = place_model(model, optimizer, replace(config, **wider), placed.kept, dry=True, parallel=Parallel(ranks))
         saved = (
             0.0 if more.tiers == placed.tiers and placed.stays else found.step_seconds - simulated(more).step_seconds
         )

@@ -142,7 +142,7 @@ def plan(
             )
         model, parallel = part_of_a_rank(model, parallel)
         optimizer = None  # it has the parameters of the whole model
-    placed = place_model(model, optimizer, made, kept, dry=True, size=parallel.data)
+    placed = place_model(model, optimizer, made, kept, dry=True, parallel=parallel)
     found = replace(_plan_of(placed, made), parallel=_sending(placed, made, parallel, width))
     if example is None:
         return found
