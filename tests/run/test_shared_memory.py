@@ -1,6 +1,7 @@
 """Parameters and buffers that share memory without being one object."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,6 +64,16 @@ def test_parameters_that_lie_in_one_memory_side_by_side_train_like_torch(worksho
         model, columns = Stack(), torch.linspace(-1, 1, 40 * 32).view(40, 32)
         model.blocks[0].up.weight = nn.Parameter(columns[:, :16])
         model.blocks[1].up.weight = nn.Parameter(columns[:, 16:])
+        return model
+
+    workshop.pair(build).train(batches(2))
+
+
+def test_a_parameter_in_a_mapped_file_trains_like_torch(workshop: Workshop, tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        model = Stack()
+        values = torch.from_file(str(tmp_path / f"{len(list(tmp_path.iterdir()))}"), shared=True, size=40 * 16)
+        model.blocks[0].up.weight = nn.Parameter(values.view(40, 16).copy_(torch.linspace(-1, 1, 640).view(40, 16)))
         return model
 
     workshop.pair(build).train(batches(2))

@@ -186,9 +186,16 @@ def check_existing(plan: PlacedModel, optimizer: torch.optim.Optimizer | None) -
                 )
 
 
-def refuse_shared_memory(parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
+def _is_of_processes(tensor: torch.Tensor) -> bool:
+    """Whether several processes may share its memory, and no mapped file is there."""
+    return tensor.device.type == "cpu" and tensor.is_shared() and tensor.untyped_storage().filename is None
+
+
+def refuse_shared_memory(
+    parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], by_ranks: bool
+) -> None:
     """Raise `ValueError` for a trainable parameter whose memory another process, another tensor of the model, or itself
-    has too.
+    has too. `by_ranks`: the processes may be ranks, to which `torch.multiprocessing` has handed the model.
 
     In torch a write to one shows in the other; outsize gives each parameter memory of its own.
     """
@@ -205,7 +212,7 @@ def refuse_shared_memory(parameters: Mapping[str, torch.Tensor], buffers: Mappin
                     f"one value in memory, which torch refuses to update. Use `nn.Parameter(value.clone())`, or expand "
                     f"a smaller parameter in forward"
                 )
-            if name in parameters and tensor.requires_grad and found.device.type == "cpu" and found.is_shared():
+            if name in parameters and tensor.requires_grad and not by_ranks and _is_of_processes(found):
                 raise ValueError(
                     f"parameter {name!r} lies in memory that processes share (model.share_memory()), and the others "
                     f"would not see what this one trains. Take that call out, and start one process a rank with "
