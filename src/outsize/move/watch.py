@@ -164,8 +164,9 @@ class Watch:
             if count:
                 self._store.set(f"beat/{self._rank}", count)
                 self._compare()
-            for key in ("word", "ended"):
-                if content := self._get(key):
+            ended, word = self._get("ended"), self._get("word")  # a rank that fails leaves its word before it ends
+            for content in (word, ended):
+                if content:
                     rank, what = content.decode(errors="replace").split(" ", 1)
                     if int(rank) != self._rank:
                         self._hear(int(rank), what)
