@@ -129,12 +129,15 @@ def test_adapters_that_rest_on_disk_are_saved_as_peft_does_it(workshop: Workshop
     prepare(workshop, model, optimizer, params="disk", states="disk", disk=workshop.disk)
     losses(model, optimizer)
     model.save_pretrained(tmp_path / "at rest", state_dict=model.state_dict())
+    model.save_pretrained(tmp_path / "with embeddings", save_embedding_layers=True)
     with outsize.gathered(model):
         model.save_pretrained(tmp_path / "gathered")
     outsize.release(model)
     model.save_pretrained(tmp_path / "plain")
     files = [tmp_path / name / "adapter_model.safetensors" for name in ("at rest", "gathered", "plain")]
     assert files[0].read_bytes() == files[1].read_bytes() == files[2].read_bytes()
+    larger = (tmp_path / "with embeddings" / "adapter_model.safetensors").stat().st_size
+    assert larger > 2 * files[0].stat().st_size
     assert "save_pretrained" not in vars(model)
 
 

@@ -1,5 +1,6 @@
 """Parameters and buffers that share memory without being one object."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -69,11 +70,17 @@ def test_parameters_that_lie_in_one_memory_side_by_side_train_like_torch(worksho
     workshop.pair(build).train(batches(2))
 
 
-def test_a_parameter_in_a_mapped_file_trains_like_torch(workshop: Workshop, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_parameter_in_a_mapped_file_trains_like_torch(workshop: Workshop, tmp_path: Path, shared: bool) -> None:
     def build() -> nn.Module:
-        model = Stack()
-        values = torch.from_file(str(tmp_path / f"{len(list(tmp_path.iterdir()))}"), shared=True, size=40 * 16)
+        model, path = Stack(), tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        path.write_bytes(bytes(40 * 16 * 4))
+        values = torch.from_file(str(path), shared=shared, size=40 * 16)
         model.blocks[0].up.weight = nn.Parameter(values.view(40, 16).copy_(torch.linspace(-1, 1, 640).view(40, 16)))
         return model
 
     workshop.pair(build).train(batches(2))
+
+
+def test_a_copy_of_a_model_that_processes_share_trains_like_torch(workshop: Workshop) -> None:
+    workshop.pair(lambda: copy.deepcopy(_shared_by_processes())).train(batches(2))

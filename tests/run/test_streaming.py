@@ -48,7 +48,7 @@ def test_gathered_units_and_gradients_share_the_room_that_the_budget_leaves(
         used.append(sum(ledger.now.get(name, 0) for name in ("device/resident", "host/grads in flight")))
 
     monkeypatch.setattr(ledger, "add", watched)
-    train(pair.model, pair.optimizer, batches(4), clip=0.5 if update == "fetch" else None)
+    pair.train(batches(4), clip=0.5 if update == "fetch" else None)
     assert (
         max(used)
         <= streamer.room.planned_capacity

@@ -9,6 +9,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from outsize.api.assemble import first_prepared
@@ -36,17 +37,19 @@ def adapters_of(model: nn.Module) -> list[torch.Tensor]:
 
 
 @contextmanager
-def adapters_gathered(model: nn.Module) -> Iterator[None]:
-    """What PEFT saves has its values inside the block, embeddings of the base that it adapts too. For every rank."""
-    with gathered(adapters_of(model)), gathered(_saved_with_adapters(model)):
+def adapters_gathered(model: nn.Module, embeddings: bool | str = "auto") -> Iterator[None]:
+    """What PEFT saves has its values inside the block, embeddings of the base that it adapts too, or that are asked
+    for. For every rank."""
+    with gathered(adapters_of(model)), gathered(_saved_with_adapters(model, embeddings)):
         yield
 
 
-def _saved_with_adapters(model: Any) -> list[torch.Tensor]:
+def _saved_with_adapters(model: Any, embeddings: bool | str) -> list[torch.Tensor]:
     from peft import get_peft_model_state_dict
 
-    own = dict(model.named_parameters())
-    saved = {name for each in model.peft_config for name in get_peft_model_state_dict(model, None, each)}
+    own, saved = dict(model.named_parameters()), set[str]()
+    for name in model.peft_config:
+        saved.update(get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=embeddings))
     return [own[name] for name in sorted(saved & own.keys())]
 
 
@@ -74,11 +77,14 @@ def _saving_adapters(model: Any) -> Method:
 
     @wraps(save)
     def save_pretrained(*args: Any, **kwargs: Any) -> Any:
-        """As in PEFT; every rank calls it. Inside a block of `gathered` it saves what the block shows."""
+        """As in PEFT; every rank calls it, and the first one writes. Inside a block of `gathered` it saves what the
+        block shows."""
         prepared = first_prepared(model.parameters())
         if prepared is not None and prepared.engine.any_shown(model.modules()):
             return save(*args, **kwargs)
-        with adapters_gathered(model):
+        if prepared is not None and prepared.ranks is not None and len(args) < 2:
+            kwargs.setdefault("is_main_process", dist.get_rank() == 0)
+        with adapters_gathered(model, kwargs.get("save_embedding_layers", "auto")):
             return save(*args, **kwargs)
 
     return save_pretrained

@@ -95,7 +95,8 @@ def place_model(
     if not parameters:
         raise ValueError("the model has no parameters; there is nothing to prepare")
     with torch._C.DisableTorchFunctionSubclass():
-        refuse_shared_memory(parameters, dict(model.named_buffers()), dry or ranks is not None)
+        trains_alone = optimizer is not None and ranks is None and not dry
+        refuse_shared_memory(parameters, dict(model.named_buffers()), trains_alone)
     names = {id(param): name for name, param in parameters.items()}
     inner: dict[str, list[Inner]] = {}
     for name, param in model.named_parameters():

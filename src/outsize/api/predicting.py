@@ -32,7 +32,7 @@ def predict(
     example: Any,
     placed: PlacedModel,
     config: Config,
-    ranks: int,
+    parallel: Parallel,
     machine: Machine | None,
 ) -> Prediction:
     """A step with this example, and what one more GiB of each tier would save of it.
@@ -43,7 +43,9 @@ def predict(
     if machine is None:
         timing = _timing(placed, config)
         machine = recall(
-            config.compute_device, Path(config.directories[0]) if placed.on_disk and config.directories else None, ranks
+            config.compute_device,
+            Path(config.directories[0]) if placed.on_disk and config.directories else None,
+            parallel.data,
         )
     returned = placed.returns_freed_memory and not placed.holes_bytes
     with freed_memory_returned() if timing is not None and returned else nullcontext():
@@ -55,7 +57,7 @@ def predict(
     found, gains = simulated(placed), {}
     for tier, budget in placed.budgets.by_tier.items():
         wider: dict[str, Any] = {FIELDS[tier]: budget + GIB}
-        more = place_model(model, optimizer, replace(config, **wider), placed.kept, dry=True, parallel=Parallel(ranks))
+        more = place_model(model, optimizer, replace(config, **wider), placed.kept, dry=True, parallel=parallel)
         saved = (
             0.0 if more.tiers == placed.tiers and placed.stays else found.step_seconds - simulated(more).step_seconds
         )

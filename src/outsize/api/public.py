@@ -148,7 +148,7 @@ def plan(
         return found
     from outsize.api.predicting import predict  # torch's fake tensors, which take seconds to import
 
-    return replace(found, prediction=predict(model, optimizer, example, placed, made, parallel.data, machine))
+    return replace(found, prediction=predict(model, optimizer, example, placed, made, parallel, machine))
 
 
 def _sending(placed: PlacedModel, config: Config, parallel: Parallel, width: int) -> Parallel | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -187,15 +188,22 @@ def check_existing(plan: PlacedModel, optimizer: torch.optim.Optimizer | None) -
 
 
 def _is_of_processes(tensor: torch.Tensor) -> bool:
-    """Whether several processes may share its memory, and no mapped file is there."""
-    return tensor.device.type == "cpu" and tensor.is_shared() and tensor.untyped_storage().filename is None
+    """Whether it lies in memory that processes share, which is no file that the user has mapped."""
+    if tensor.device.type != "cpu" or not tensor.is_shared() or tensor.untyped_storage().filename is not None:
+        return False  # torch calls every mapping shared, and has the file's name only where it is
+    with suppress(OSError), open("/proc/self/maps") as maps:
+        for address, kind, *_ in map(str.split, maps):
+            first, end = (int(each, 16) for each in address.split("-"))
+            if first <= tensor.data_ptr() < end:
+                return kind[3] == "s"
+    return False
 
 
 def refuse_shared_memory(
-    parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], by_ranks: bool
+    parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], trains_alone: bool
 ) -> None:
     """Raise `ValueError` for a trainable parameter whose memory another process, another tensor of the model, or itself
-    has too. `by_ranks`: the processes may be ranks, to which `torch.multiprocessing` has handed the model.
+    has too. `trains_alone`: no other process is a rank of this job, to which `torch.multiprocessing` has handed it.
 
     In torch a write to one shows in the other; outsize gives each parameter memory of its own.
     """
@@ -212,11 +220,12 @@ def refuse_shared_memory(
                     f"one value in memory, which torch refuses to update. Use `nn.Parameter(value.clone())`, or expand "
                     f"a smaller parameter in forward"
                 )
-            if name in parameters and tensor.requires_grad and not by_ranks and _is_of_processes(found):
+            if name in parameters and tensor.requires_grad and trains_alone and _is_of_processes(found):
                 raise ValueError(
-                    f"parameter {name!r} lies in memory that processes share (model.share_memory()), and the others "
-                    f"would not see what this one trains. Take that call out, and start one process a rank with "
-                    f"torchrun: outsize averages the gradients over them"
+                    f"parameter {name!r} lies in memory that processes share (model.share_memory(), or a model that "
+                    f"came from another process), and the others would not see what this one trains. Prepare "
+                    f"copy.deepcopy(model). To train in several processes start one a rank, with torchrun: outsize "
+                    f"averages the gradients over them"
                 )
     spans.sort(key=lambda each: each[:2])
     open_ends: list[tuple[int, str, torch.Tensor]] = []

@@ -242,11 +242,15 @@ class Simulation:
         if unit.tiers.grads == "disk":
             self._open(unit).close()
         unit.lay_down(last)
-        if self._config.update == "backward":
+        in_backward, update = self._config.update == "backward", {"": SlotUpdate({}, AS_IT_IS)}
+        if in_backward and self._streamer.room.holds_beside_gradients(cast(Unit, unit)):
             unit.keeps_grads = place.held
-            self._streamer.update_now(cast(Unit, unit), {"": SlotUpdate({}, AS_IT_IS)})
-        elif place.held:
+            self._streamer.update_now(cast(Unit, unit), update)
+            return
+        if place.held:
             unit.write_grads()
+        if in_backward:
+            self._streamer.owe(cast(Unit, unit), update)
 
     def _open(self, unit: SimulatedUnit) -> SimulatedPlace:
         """Gradients of the unit come to memory on their way to disk."""

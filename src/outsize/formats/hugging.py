@@ -166,7 +166,7 @@ def _inside(folder: Path, name: str) -> Path:
     if not name or "\0" in name or Path(name).name != name:
         raise ValueError(f"{folder / INDEX_NAME} names {name!r}, which is not a plain file name")
     path, here = Path(os.path.realpath(folder / name)), Path(os.path.realpath(folder))
-    blobs = [Path(os.path.realpath(each.parent / "blobs")) for each in here.parents if each.name == "snapshots"]
+    blobs = [each.parent / "blobs" for each in here.parents if each.name == "snapshots"]
     if not any(path.is_relative_to(home) for home in (here, *blobs)):
         raise ValueError(f"{folder / name} leads out of the folder, to {path}; copy the weights into it")
     if not os.path.lexists(path):

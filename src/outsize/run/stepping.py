@@ -47,7 +47,8 @@ from outsize.run.unit_gradients import UnitGradients
 # Note [The update in the backward]
 # Where the user promises that nothing happens to gradients between `backward` and `step` (update="backward"), the
 # update of a unit starts as soon as its gradients are complete, out of memory: on disk they are neither written nor
-# read. `step` then only checks the promise. Units that lie on the device altogether are updated by `step`.
+# read. Where weights and gradients have no room together, it waits for the fetch. `step` then only checks the promise.
+# Units that lie on the device altogether are updated by `step`.
 
 
 @final
