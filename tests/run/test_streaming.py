@@ -48,13 +48,15 @@ def test_gathered_units_and_gradients_share_the_room_that_the_budget_leaves(
         used.append(sum(ledger.now.get(name, 0) for name in ("device/resident", "host/grads in flight")))
 
     monkeypatch.setattr(ledger, "add", watched)
-    pair.train(batches(4), clip=0.5 if update == "fetch" else None)
+    for model, optimizer in pair.both:
+        train(model, optimizer, batches(4), clip=0.5 if update == "fetch" else None)
     assert (
         max(used)
         <= streamer.room.planned_capacity
         < sum(unit.nbytes for unit in prepared(pair.model).engine.parameters.units)
     )
     assert not streamer.room.excess.logged
+    pair.check()
 
 
 ON_DISK = {"params": "disk", "grads": "disk", "states": "disk"}
