@@ -147,10 +147,9 @@ class Room:
     def release_one(self, wanted: Unit) -> bool:
         """Release the idle unit whose next use is furthest away; whether there is one beside the `wanted`."""
         victim = self._victim()
-        if victim is None or victim is wanted:
-            return False
-        self.release(victim)
-        return True
+        if victim is not None and victim is not wanted:
+            self.release(victim)
+        return victim is not None and victim is not wanted
 
     def return_excess(self) -> None:
         """Release what units in use have taken above the budget, as far as they are not in use any more."""
@@ -249,19 +248,16 @@ class Room:
     def make_way(self) -> None:
         """Gradients that are on disk by now, and freed memory, make way for what operations and gradients take."""
         with self.lock:
-            self._drop_written()
+            self._take_stock(of_units=False)
         self.ledger.make_way()
 
-    def _drop_written(self) -> None:
+    def _take_stock(self, of_units: bool = True) -> None:
+        """Gradients that are on disk by now take no memory. A unit that was updated in the backward may be released."""
         if self._grads_in_flight:
             with self._live.waiting():
                 for each in self._places:
                     each.drop_if_written()
-
-    def _take_stock(self) -> None:
-        """Gradients that are on disk by now take no memory. A unit that was updated in the backward may be released."""
-        self._drop_written()
-        for unit in self._here if self._reduction is None else ():
+        for unit in self._here if of_units and self._reduction is None else ():
             if unit.state is Residency.FETCHING and unit.fetched:
                 self.arrive(unit)
 
