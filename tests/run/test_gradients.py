@@ -211,7 +211,10 @@ def test_looking_at_gradients_on_disk_loses_none_of_them(
     assert_same(seen[1], seen[0])
 
 
-class Wide(Built, layers=lambda: nn.ModuleList(nn.ParameterList([torch.randn(600, 600) / 24] * 4) for _ in range(2))):
+class Wide(
+    Built,
+    layers=lambda: nn.ModuleList(nn.ParameterList(torch.randn(600, 600) / 24 for _ in range(4)) for _ in range(2)),
+):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             for weight in layer:
